@@ -286,10 +286,9 @@ LINEAR_KINDS = ("fully_connected", "fully_connected_multi")
 CONVOLUTION_KINDS = ("conv2d", "conv2d_multi")
 EMBEDDING_KINDS = ("embedding", "embedding_multi")
 ALL_CASES = "needs the gradients of all cases"
-CASES_APART: Needs = {
-    "batch": "its gradient is summed over cases at its output",
-    "cases": "forward merges its cases with positions, as x.flatten(0, 1) does",
-}
+MERGED = "forward merges its cases with positions, as x.flatten(0, 1) does"
+UNTIED = "it is used on another input than that which counts the cases, and forward does not need as many of both"
+CASES_APART: Needs = {"batch": "its gradient is summed over cases at its output", "cases": "{why}"}
 PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
 TIME: Needs = {
     "equal towers": "its towers have {numbers} uses",

@@ -29,15 +29,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .graphs.edit import functional, known_sizes, numbers, sequence
+from .errors import fatal
+from .graphs.edit import attribute, functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
-from .graphs.operations import REDUCTIONS, adds_up, dims_of, has_effect, op_name
+from .graphs.operations import REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
 from .graphs.spelling import in_pairs, name_axes, order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
 from .layers.linear import route
 from .parametrizations.tables import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
+from .tracing.settings import of_library
 
 
 def normalize(program: Program) -> Program:
@@ -66,6 +68,7 @@ def normalize(program: Program) -> Program:
     sequence(graph)
     spell_native(graph)
     respell(graph)
+    shapes_of_computed(graph, program.parameters, program.root)
     broadcast_apart(graph)
     route(graph)
     subtract_by_adding(graph, program.parameters)
@@ -126,6 +129,45 @@ def broadcast_apart(graph: fx.Graph) -> None:
     for node in reversed(graph.find_nodes(op="call_function", target=torch.broadcast_tensors)):
         if not node.users:
             graph.erase_node(node)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def shapes_of_computed(graph: fx.Graph, parameters: Iterable[str], root: nn.Module) -> None:
+    """Give tensors that are computed from parameters alone a value without data, where the trace has given them none.
+
+    torch.fx knows no sizes. Those of parameters are known, and expressions of parameters are found by their sizes.
+    """
+    if any("val" in node.meta for node in graph.find_nodes(op="placeholder")):
+        return
+    label, values = labels(graph, parameters), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        if label[node] not in (Label.PURE, Label.CONST):
+            continue
+        if node.op == "get_attr":
+            held = attribute(root, str(node.target))
+            if isinstance(held, Tensor):
+                values[node] = torch.empty_like(held, device="meta", requires_grad=False)
+        elif node.all_input_nodes and all(operand in values for operand in node.all_input_nodes) and is_known(node):
+            try:
+                with torch.no_grad():
+                    values[node] = computed(node, *fx.map_arg((node.args, node.kwargs), lambda n: values[n]))
+            except Exception as error:  # the operation needs values, or has no kernel without them
+                if fatal(error):
+                    raise
+                continue
+            parts = values[node] if isinstance(values[node], (list, tuple)) else [values[node]]
+            if all(isinstance(part, Tensor) for part in parts):
+                node.meta["val"] = values[node]
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether a node calls a function of torch or of Python, which does nothing else than compute."""
+    target: Any = node.target
+    if node.op == "call_function":
+        return inspect.isbuiltin(target) or of_library(target)
+    return node.op == "call_method"
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------

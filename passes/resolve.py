@@ -39,10 +39,12 @@ from .approximations import (
     KRON_IN_DIAG,
     KRON_INDEP,
     KRON_OUT_DIAG,
+    MERGED,
+    UNTIED,
     Approximation,
 )
 from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, nearest, source_line, table, where
-from .graphs.labels import Edge, ancestors, entries, labels_of
+from .graphs.labels import Edge, ancestors, entries, labels_of, symbolic_sizes
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, ROW_MASK, UNROLLED, WANTED, Note, Program, Registration, Use, literal_attrs, tensor_attrs
 from .layers import LAYERS, Layer
@@ -125,6 +127,16 @@ def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
     return use.batch_dim == 0 or (use.batch_dim is not None and layers[use.layer].forms[use.form].leading)
 
 
+def without_cases(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | None:
+    """Why the rows of the first use without cases of their own have none."""
+    use = next((use for use in uses if not cases_apart(layers, use)), None)
+    if use is None:
+        return None
+    inputs = use.output.graph.find_nodes(op="placeholder")
+    own = {size for node in inputs for size in symbolic_sizes(node)[:1]} & {*symbolic_sizes(use.output)[:1]} - {None}
+    return {"why": UNTIED if own and use.batch_dim is None else MERGED}
+
+
 def has_pixels(layers: Mapping[str, Layer], use: Use) -> bool:
     form = layers[use.layer].forms[use.form]
     return form.pixels is not None and all(step.keeps_pixels for step in use.through)
@@ -164,7 +176,7 @@ def by_tower(uses: Iterable[Use]) -> list[list[Use]]:
 LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None]] = {
     # by the keys of `Approximation.needs`: what the words name, None if no use lacks it
     "batch": lambda layers, uses: first_use(uses, lambda use: use.batch_independent),
-    "cases": lambda layers, uses: first_use(uses, lambda use: not cases_apart(layers, use)),
+    "cases": lambda layers, uses: without_cases(layers, uses),
     "dense rows": lambda layers, uses: first_use(uses, lambda use: not layers[use.layer].dense_rows),
     "pixels": lambda layers, uses: first_use(uses, lambda use: not has_pixels(layers, use)),
     "equal towers": unequal_towers,

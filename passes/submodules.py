@@ -123,10 +123,12 @@ def graph_of(program: Program, number: int) -> Program:
         assert owner[node] is not None, f"bug in kfac_fx: {node.name} belongs to no captured submodule"
         if owner[node] == number:
             copies[node] = graph.node_copy(node, lambda n: copy_of(graph, n, copies))
-    registrations = tuple(
-        replace(registration, uses=tuple(part_of(use, copies) for use in registration.uses if use.output in copies))
-        for registration in program.registrations
-    )
+    read = ReadByUses(graph, copies)
+    with graph.inserting_before(next(iter(graph.nodes))):
+        registrations = tuple(
+            replace(registration, uses=tuple(part_of(use, read) for use in registration.uses if use.output in copies))
+            for registration in program.registrations
+        )
     return program.but(graph=graph, registrations=registrations, outputs=(), parameter_exprs={}, behind={})
 
 
@@ -137,6 +139,17 @@ def copy_of(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
         copies[node] = graph.get_attr(str(node.target))
         copies[node].meta = dict(node.meta)
     return copies[node]
+
+
+class ReadByUses(dict[fx.Node, fx.Node]):
+    """The copies of nodes. A constant that no node reads, as the map of a table, is copied for the use that does."""
+
+    def __init__(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+        super().__init__(copies)
+        self.graph = graph
+
+    def __missing__(self, node: fx.Node) -> fx.Node:
+        return copy_of(self.graph, node, self)
 
 
 def part_of(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:

@@ -458,6 +458,7 @@ class CompiledModule(nn.Module):
         self._replaced: Callable[..., Any] | None = None  # in place of which the model records, if not its own call
         self._collection: LayerCollection | None = None
         self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
+        self._identity = id(self)  # of a copy with the attributes of this module, that of this module
         self._unrecorded = 0  # forwards with other tensors than the parameters, or inside of transformations
         self._wrapper = outer = model if wrapper is None else wrapper
         self.in_place = in_place
@@ -541,6 +542,15 @@ class CompiledModule(nn.Module):
         return self._collection
 
     # --- running ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of this module; of a copy that shares its attributes and has other parameters, one of a copy of the
+        model that has these. Libraries of meta-learning make such copies, whose parameters are no leaves."""
+        if self._identity == id(self):
+            return super().__call__(*args, **kwargs)
+        model = copy.copy(self.model)
+        share_state(model, self)
+        return model(*args, **kwargs)
 
     @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]
     @runs_the_model
@@ -994,7 +1004,7 @@ class CompiledModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a compiled module cannot be pickled, because it holds graphs and functions. Save net.state_dict() or "
-            "net.model, and compile the model again after loading."
+            "net.model, and compile the model again after loading. A copy is that of copy.deepcopy(net)."
         )
 
     def __repr__(self) -> str:

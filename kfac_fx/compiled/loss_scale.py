@@ -62,7 +62,7 @@ from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
-from kfac_fx.passes.tracing.effects import RandomState, same_random
+from kfac_fx.passes.tracing.effects import RandomState, address, same_random
 from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
@@ -135,6 +135,13 @@ UNREAD = (
     "distribution that is near for it, too, as in loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
     'kfac_fx.losses.Normal(outputs[1]))]; or write KFAC(..., estimation_mode="empirical"), whose factors are of the '
     "whole gradient."
+)
+
+STEPPED = (
+    "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which a later forward "
+    "of the step takes, as a state: the factors are those of each forward alone, and have no curvature of the way "
+    "through it. Nothing is wrong if the loss falls. Else write the loop over the steps into forward, and return the "
+    'outputs of all; or write KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
 )
 
 INVERTED = (
@@ -1365,7 +1372,7 @@ def check_scale(
         return True
     with torch.enable_grad():
         reached = gradients_of(used[0], reduction, loss_scale) if used else []
-        unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward)]
+        unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward, used[1:])]
         kinds = misplaced_classes, without_targets, cross_entropies, no_events, other_spread, rates
         of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
         lines = next(filter(None, of_kinds), [])
@@ -1705,8 +1712,10 @@ def untrained(used: Sequence[Watched]) -> list[str]:
 # --- outputs that are trained and that no loss reads ------------------------------------------------------------------
 
 
-def unread_outputs(watched: Watched) -> list[str]:
+def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
     """The line of the warning about returned outputs that the trained loss depends on and no registered loss reads.
+
+    later: the forwards of the step after this one, which may take its outputs.
 
     Their gradient counts as far as the way to the parameters does not pass the outputs that losses read, and that of
     hidden states as far as it does not come from the other outputs. One forward and a backward for each output, if the
@@ -1765,7 +1774,9 @@ def unread_outputs(watched: Watched) -> list[str]:
     if not told:
         return []
     names = " and ".join(dict.fromkeys(where(nodes[leaf]) for leaf in told))
-    return [UNREAD.format(sum(sizes[leaf] for leaf in told) / total, names)]
+    taken = {address(value) for forward in later for value in forward.values if isinstance(value, Tensor)} - {0}
+    into_later = taken.issuperset(address(watched.outputs[leaf]) for leaf in told)
+    return [(STEPPED if into_later else UNREAD).format(sum(sizes[leaf] for leaf in told) / total, names)]
 
 
 def outputs_apart(watched: Watched) -> list[str]:

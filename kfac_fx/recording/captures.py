@@ -71,7 +71,7 @@ from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
-from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, is_array, signature_of
+from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, first_sizes, is_array, signature_of
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import (
@@ -946,12 +946,28 @@ class CaptureCache:
         except UntraceableError:
             return None
         if generic_parameters(recorder) == generic_parameters(self.first):
-            return recorder
+            return with_cases_alike(recorder, args, kwargs)
         try:
             again = self.capturing.exported(args, kwargs, every_size=False, first=True)
         except (UntraceableError, RegistrationError):
-            return recorder
-        return again if generic_parameters(again) < generic_parameters(recorder) else recorder
+            return with_cases_alike(recorder, args, kwargs)
+        fewer = generic_parameters(again) < generic_parameters(recorder)
+        return again if fewer else with_cases_alike(recorder, args, kwargs)
+
+
+def with_cases_alike(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+    """A capture without sizes, which was proved with these inputs, and holds for those of which as many are as long as
+    each other: a block of the gradients of whole examples adds up the rows of all uses, example by example."""
+    several = (registration for registration in recorder.registrations if len(registration.uses) > 1)
+    if any(registration.structure.needs_cases for registration in several):
+        holds, sizes = recorder.capture.holds, first_sizes(args, kwargs)
+
+        def holds_for(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+            now = first_sizes(args, kwargs)
+            return holds(args, kwargs) and all(n == now[sizes.index(size)] for n, size in zip(now, sizes, strict=True))
+
+        recorder.emitted.capture = replace(recorder.capture, holds=holds_for)
+    return recorder
 
 
 def shapes_of_inputs(program: Program) -> tuple[tuple[str, ...], ...]:

@@ -201,9 +201,9 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
     model, name, assigned = recorder.model, class_of(recorder.model).__name__, recorder.capture.assigned
     outputs, numbers = [], []
     kept = objects_kept({"": (args, kwargs)})
-    with kept, untouched(model), parameters_kept(model), custom_functions(), as_unrolled(recorder.program):
+    with kept, untouched(model), custom_functions(), as_unrolled(recorder.program):
         for _ in range(2):
-            with recorder.emitted.isolated(), buffers_kept(model):
+            with recorder.emitted.isolated(), parameters_kept(model), buffers_kept(model):
                 copied_args, copied_kwargs = copies(args, kwargs)
                 outputs.append(detached(results.tree_leaves(model(*copied_args, **copied_kwargs))))
             values = dict(attributes(model))

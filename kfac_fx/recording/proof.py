@@ -28,7 +28,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes import results
-from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, CASES_APART, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
+from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, MERGED, UNTIED, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.divide import Division
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
@@ -40,6 +40,7 @@ from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.resolve import requested
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
+from kfac_fx.passes.tracing.signature import first_sizes
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, model_kept, random_cotangents
 from kfac_fx.recording.meeting_cases import (
@@ -206,6 +207,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     silent = behind_no_loss(recorder.program, gradients.unreached)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
+    lengths = set(first_sizes(args, kwargs))
     for registration in recorder.registrations:
         if registration.generic:
             continue
@@ -216,7 +218,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             failed[key] = reason
         elif silent.issuperset(registration.owners):
             changed[key] = registration.approximation, NO_LOSS
-        elif other := fitting_approximation(registration, taps[key], cases, key in mixing):
+        elif other := fitting_approximation(registration, taps[key], cases, lengths, key in mixing):
             changed[key] = other
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
@@ -240,15 +242,20 @@ def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound
 
 
 def fitting_approximation(
-    registration: Registration, taps: Sequence[ProofTap], cases: Sequence[int], mixing: bool
+    registration: Registration, taps: Sequence[ProofTap], cases: Sequence[int], lengths: set[int], mixing: bool
 ) -> tuple[str, str] | None:
     """The approximation that fits the rows, and why; None if that of the registration does.
 
-    cases: the number of cases of every tap. mixing: whether its cases meet between it and the outputs.
+    Args:
+        cases: the number of cases of every tap.
+        lengths: the first sizes of the inputs.
+        mixing: whether its cases meet between it and the outputs.
     """
     name = registration.approximation
-    if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
-        return KRON.name, f"{CASES_APART['cases']}, so not {name!r}"
+    if registration.structure.needs_cases:
+        others = {number for tap, n in zip(taps, cases, strict=True) for number in tap.cases - {n}}
+        if others:
+            return KRON.name, f"{UNTIED if others.issubset(lengths) else MERGED}, so not {name!r}"
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
         return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:

@@ -41,7 +41,10 @@ STOPS_GRADIENT = {
     "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
     "logical_or", "asks_gradient",
 }  # fmt: skip
-NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
+# Random numbers, which have no gradient by the parameters of their distribution: in memory of their own, and in other.
+DRAWN = {"randn", "rand", "randn_like", "rand_like", "randint", "randint_like", "bernoulli", "normal", "poisson"}
+FILLED = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT | DRAWN
 RANDOM = {  # operations that draw random numbers, beside those of ATen, which have a tag for it
     "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
     "fractional_max_pool2d", "fractional_max_pool3d", NO_GRAD_REGION, AUTOCAST_REGION,

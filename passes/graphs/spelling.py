@@ -63,6 +63,8 @@ def respell(graph: fx.Graph) -> None:
             spell_tensordot(node)
         elif name == "norm":
             spell_vector_norm(node)
+        elif node.target is F.normalize:
+            spell_quotient(node)
         elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
         elif isinstance(node.target, OpOverload):
@@ -269,6 +271,22 @@ def spell_vector_norm(node: fx.Node) -> None:
     node.op, node.target = "call_function", torch.linalg.vector_norm
     node.args, node.kwargs = (values["input"], order), {**kept, "dim": values.get("dim")}
     place_arguments(node, "linalg_vector_norm")
+
+
+def spell_quotient(node: fx.Node) -> None:
+    """`F.normalize(x, dim=-1)` -> `x / vector_norm(x, 2, [-1], True).clamp_min(1e-12).expand_as(x)`, as torch does."""
+    values = dict(zip(inspect.signature(F.normalize).parameters, node.args, strict=False)) | node.kwargs
+    if values.get("out") is not None:
+        return
+    graph, x = node.graph, values["input"]
+    with graph.inserting_before(node):
+        dim = values.get("dim", 1)
+        norm = graph.call_function(torch.linalg.vector_norm, (x, values.get("p", 2.0), [dim], True))
+        bounded = graph.call_function(torch.clamp_min, (norm, values.get("eps", 1e-12)))
+        divisor = graph.call_method("expand_as", (bounded, x))
+    for written in (norm, bounded, divisor):
+        written.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    node.target, node.args, node.kwargs = torch.div, (x, divisor), {}
 
 
 def spell_expansion(node: fx.Node, name: str) -> None:

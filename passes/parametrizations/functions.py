@@ -39,7 +39,7 @@ from torch import Tensor, fx, nn
 
 from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, ancestors, parameters_behind
-from ..graphs.operations import changes_memory, is_random, no_grad_region, op_name, writes_elsewhere
+from ..graphs.operations import DRAWN, FILLED, changes_memory, is_random, no_grad_region, op_name, writes_elsewhere
 from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape, real_numbers
 from ..parametrization import (
@@ -424,10 +424,19 @@ def behind(node: fx.Node) -> list[fx.Node]:
 
 
 def is_leaf(node: fx.Node) -> bool:
-    """Whether a function of parameters takes the node's value as it is in the graph: a parameter, a constant, or what a
-    region without gradients has computed, as the vectors of a spectral norm."""
+    """Whether a function of parameters takes the node's value as it is in the graph: a parameter, a constant, random
+    numbers, or what a region without gradients has computed, as the vectors of a spectral norm."""
     from_region = op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and no_grad_region(node.args[0])
-    return node.op == "get_attr" or from_region
+    return node.op == "get_attr" or from_region or is_drawn(node)
+
+
+def is_drawn(node: fx.Node) -> bool:
+    """Whether the node's value are random numbers that are written once."""
+    if op_name(node) not in FILLED:
+        return op_name(node) in DRAWN
+    memory = node.args[0]
+    fresh = isinstance(memory, fx.Node) and op_name(memory).startswith("empty") and len(memory.users) == 1
+    return fresh and not any(map(changes_memory, node.users))
 
 
 def jacobian_of(node: fx.Node, parameter: str) -> Computed:

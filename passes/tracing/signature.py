@@ -278,24 +278,36 @@ def layout(tensor: Tensor) -> Any:
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the tensor does, also where gaps are between its elements. `clone` closes these.
+    """A copy that lies in memory as the tensor does, also where gaps are between its elements, or where it is expanded.
+    `clone` closes gaps, and writes an expansion out.
 
-    Elements that overlap are copied apart.
+    Other elements that overlap are copied apart.
     """
     if tensor.layout is not torch.strided:
         return tensor.clone()
+    several = [d for d in range(tensor.dim()) if tensor.shape[d] > 1]
     extent = 1
-    for d in sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: tensor.stride(d)):
+    for d in sorted((d for d in several if tensor.stride(d)), key=lambda d: tensor.stride(d)):
         if tensor.stride(d) < extent:
             return tensor.clone()
         extent += (tensor.shape[d] - 1) * tensor.stride(d)
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
+    written, once = copy, tensor
+    for d in several:
+        if not tensor.stride(d):
+            written, once = written.narrow(d, 0, 1), once.narrow(d, 0, 1)
+    written.copy_(once)
+    return copy
 
 
 def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Which tensors need gradients, and which of them are leaves."""
     return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in tensors_in(args, kwargs))
+
+
+def first_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """The first size of every tensor among the arguments that has dimensions."""
+    return [tensor.shape[0] for tensor in tensors_in(args, kwargs) if tensor.dim()]
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:

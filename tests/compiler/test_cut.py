@@ -143,7 +143,9 @@ def test_a_bias_put_together_cuts_a_weight_whose_outputs_have_two_dimensions() -
 
 
 def test_a_bias_put_together_is_registered_apart_from_a_weight_that_cannot_be_cut() -> None:
-    program = registered(lambda x, w, q, v: F.linear(x, w, torch.cat([q, v])) + w.exp().sum(), w=(4, 4), q=(2,), v=(2,))
+    program = registered(
+        lambda x, w, q, v: F.linear(x, w, torch.cat([q, v])) + torch.cdist(x, w), w=(4, 4), q=(2,), v=(2,)
+    )
     assert found(program) == [("generic", ("w",), 0), ("linear", ("q",), 1), ("linear", ("v",), 1)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
@@ -113,9 +113,9 @@ def test_parts_of_what_was_put_together(function: Function, wanted: list[Part]) 
     assert exprs.shape == (4,) and parts(program, exprs) == wanted
 
 
-def test_every_second_element_of_several_has_no_expression() -> None:
+def test_every_second_element_of_several_is_a_function_of_them() -> None:
     exprs = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).parameter_exprs
-    assert [node.name for node in exprs] == ["cat"]
+    assert {node.name: node is expr.function for node, expr in exprs.items()} == {"cat": False, "getitem": True}
 
 
 def zeroed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ def test_multiples_and_constants_more_are_followed(function: Function, multiple:
         lambda x, g: x * g.sum(),
     ],
 )
-def test_what_computes_has_no_expression(function: Function) -> None:
-    assert expressed(function, g=(4,)).parameter_exprs == {}
+def test_what_computes_is_no_part_of_a_parameter(function: Function) -> None:
+    assert all(node is expr.function for node, expr in expressed(function, g=(4,)).parameter_exprs.items())
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,6 @@ def test_operations_of_every_element_have_their_derivative(function: Function, d
     "function",
     [
         lambda x, w: F.linear(x, F.dropout(w, 0.5)),  # chance decides which elements: a block would be of one batch
-        lambda x, w: F.linear(x, w * torch.randn_like(w)),
         lambda x, w: F.linear(x, torch.where(w > w.mean(), w, w.mean())),
         lambda x, w: F.linear(x, torch.lerp(w, w.flip(0), 0.5)),
     ],
@@ -302,9 +301,33 @@ def test_normalized_weights_are_followed(exported: bool) -> None:
         lambda x, w: F.linear(x, torch.clamp(w, w.min(), w.max())),
     ],
 )
-def test_other_normalizations_and_functions_are_not(function: Function) -> None:
+def test_other_normalizations_and_functions_are_taken_as_a_whole(function: Function) -> None:
     program = expressed(function, w=(3, 4))
-    assert program.outputs[0].args[1] not in program.parameter_exprs
+    weight = program.outputs[0].args[1]
+    assert isinstance(weight, fx.Node) and program.parameter_exprs[weight].function is weight
+
+
+@pytest.mark.parametrize(
+    ("draw", "exported"),
+    [
+        (torch.randn_like, False),
+        (lambda mu: torch.randn(3, 4), True),
+        (lambda mu: torch.distributions.Normal(torch.zeros_like(mu), 1.0).rsample(), True),
+        (lambda mu: torch.bernoulli(mu.sigmoid()), True),
+    ],
+    ids=["randn_like", "randn", "rsample", "bernoulli"],
+)
+def test_random_numbers_are_values_that_a_function_takes(draw: Function, exported: bool) -> None:
+    """As in the weights of Blundell et al. 2015: the derivatives are those at the numbers of the graph."""
+    program = expressed(
+        lambda x, mu, rho: F.linear(x, mu + F.softplus(rho) * draw(mu)), exported, mu=(3, 4), rho=(3, 4)
+    )
+    (expr,) = program.parameter_exprs.values()
+    assert [(slice_.parameter, len(slice_.through)) for slice_ in expr.slices] == [("mu", 0), ("rho", 2)]
+
+
+def test_random_numbers_that_have_a_gradient_are_not() -> None:
+    assert expressed(lambda x, w: F.linear(x, F.dropout(w)), w=(3, 4)).parameter_exprs == {}
 
 
 def test_a_copy_whose_first_or_last_elements_were_overwritten_is_one_part() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.normalize import normalize, shapes_of_computed
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, code, found, node
@@ -63,6 +63,47 @@ def test_both_captures_speak_one_language() -> None:
         [node.target for node in program.graph.nodes if node.op == "call_function"] for program in (symbolic, exported)
     ]
     assert targets[0] == targets[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.normalize,
+        lambda w: F.normalize(w, dim=0, eps=1e-6),
+        lambda w: w / w.norm(dim=1, keepdim=True),
+        lambda w: w.softmax(0),
+        lambda w: w * torch.exp(w),
+        lambda w: torch.cat([w.narrow(0, 0, 2).tanh(), w[2:].sigmoid()]),
+    ],
+    ids=["normalize", "normalize along inputs", "norm", "softmax", "product", "parts"],
+)
+def test_computed_weights_are_registered_alike_with_and_without_sizes(function: Callable[[Tensor], Tensor]) -> None:
+    """Sizes of parameters are known without example inputs, and so are those of what is computed from them."""
+    model = Toy(lambda x, weight: F.linear(x, function(weight)), weight=(5, 3))
+    symbolic, exported = (
+        kfac_fx.compile(model, inputs, loss="normal").program.registrations for inputs in (None, (X,))
+    )
+    assert [str(registration) for registration in symbolic] == [str(registration) for registration in exported]
+    assert all(registration.uses for registration in symbolic)
+    assert [registration.approximation for registration in symbolic] == [
+        registration.approximation for registration in exported
+    ]
+
+
+def test_no_function_of_the_user_is_called_for_a_shape() -> None:
+    called: list[Tensor] = []
+
+    def logged(weight: Tensor) -> Tensor:
+        called.append(weight)
+        return weight.exp()
+
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    graph.output(graph.call_function(F.linear, (x, graph.call_function(logged, (weight,)))))
+    root = nn.Module()
+    root.weight = nn.Parameter(torch.randn(5, 3))
+    shapes_of_computed(graph, ["weight"], root)
+    assert not called
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.effects import python_random
-from kfac_fx.passes.tracing.signature import call_key, capture_key, holds_tensor, layout
+from kfac_fx.passes.tracing.signature import call_key, capture_key, copy_with_strides, holds_tensor, layout
 from tests.whole.training import differences, step
 
 X = torch.randn(5, 3)
@@ -296,3 +297,11 @@ def test_a_submodule_without_tensors_may_have_the_name_of_a_method() -> None:
             return F.mse_loss(self(x), y)
 
     assert len(kfac_fx.compile(WithLoss(), (X,), loss="mse").registrations) == 1
+
+
+@pytest.mark.parametrize("expanded", [lambda x: x[:, None].expand(-1, 4, -1), lambda x: x[:1].expand(6, 5)])
+def test_a_copy_of_an_expanded_tensor_is_expanded(expanded: Callable[[Tensor], Tensor]) -> None:
+    tensor = expanded(torch.randn(3, 5))
+    copied = copy_with_strides(tensor)
+    assert torch.equal(copied, tensor) and copied.stride() == tensor.stride()
+    assert copied.data_ptr() != tensor.data_ptr() and not copied._is_view()

@@ -240,3 +240,34 @@ def test_losses_of_the_outputs() -> None:
     torch.testing.assert_close(
         loss.evaluate(), F.cross_entropy(outputs, torch.zeros(6, dtype=torch.long), reduction="sum")
     )
+
+
+def clone(module: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
+    """A copy with clones of the parameters, as libraries of meta-learning make it."""
+    copied = module.__new__(type(module))
+    copied.__dict__ = module.__dict__.copy()
+    copied._parameters, copied._modules = copied._parameters.copy(), copied._modules.copy()
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            tensors[parameter] = parameter.clone()
+            copied._parameters[name] = tensors[parameter]  # type: ignore[assignment]
+    for name, child in module._modules.items():
+        if child is not None:
+            copied._modules[name] = clone(child, tensors)
+    return copied
+
+
+def test_a_clone_computes_with_its_own_tensors_and_gradients_flow_back() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    net = compile(model, (x,), loss="normal")
+    net.attach(Silent())
+    tensors: dict[Tensor, Tensor] = {}
+    cloned = clone(net, tensors)
+    inner = torch.autograd.grad(cloned(x).square().sum(), list(tensors.values()), create_graph=True)
+    moved = {name: tensors[p] - 0.1 * g for (name, p), g in zip(net.named_parameters(), inner, strict=True)}
+    cloned._modules["0"]._parameters["weight"] = moved["0.weight"]  # type: ignore[assignment]
+    wanted = torch.func.functional_call(model, {"0.weight": moved["0.weight"]}, (x,))
+    torch.testing.assert_close(cloned(x), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(net(x), model(x), rtol=0, atol=0)
+    cloned(x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())

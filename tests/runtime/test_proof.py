@@ -226,6 +226,23 @@ def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
     assert one.reason == "forward merges its cases with positions, as x.flatten(0, 1) does, so not 'full'"
 
 
+def test_cases_of_inputs_of_different_lengths_are_told_apart_from_merged_ones() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(3)
+
+        def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+            return self.norm(first), self.norm(second)
+
+    model = Twins()
+    traced = trace_model(model, layers=LAYERS, options=Options(loss_given=True))
+    recorder = Recorder(EmittedGraph(traced, run(traced.program), model))
+    (one,) = prove(recorder, (torch.randn(5, 3), torch.randn(4, 3)), {}).program.registrations
+    assert one.approximation == "kron"
+    assert one.reason is not None and one.reason.startswith("it is used on another input")
+
+
 def test_what_nothing_trains_is_proved() -> None:
     assert proved(nn.Linear(3, 2).requires_grad_(False)).program.registrations == ()
 

@@ -163,6 +163,29 @@ def test_python_is_followed_with_what_a_submodule_makes_of_parameters_alone() ->
     assert len(submodules_of(net, LONGER.double()).captured) == len(submodules_of(net).captured)
 
 
+class Resized(nn.Module):
+    """Positions for another length, as vision transformers make them for smaller images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(1, 4, 5))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + F.interpolate(self.places.transpose(1, 2), size=7, mode="linear").transpose(1, 2)
+
+
+def test_a_table_that_a_submodule_resizes_is_exact() -> None:
+    """No operation of the graph reads the matrix of the interpolation: only the use of the table does."""
+    torch.manual_seed(0)
+    model, x = Between(Resized()).double(), X.double()
+    net = compiled(model, x)
+    one = of(net, "middle.places")
+    assert not one.generic and one.approximation == "full"
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(x)
+    torch.testing.assert_close(estimator.blocks[one.parameters].full_fisher_block(), dense(model, x, one))
+
+
 class Apart(Base):
     """A token and a table in one parameter, of which Python reads the table as nothing can capture it."""
 

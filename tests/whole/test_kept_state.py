@@ -375,3 +375,24 @@ def test_a_clock_is_refused() -> None:
         "Ticking computes something else in a second forward pass, with the same inputs and random numbers:"
     )
     assert "pass them as inputs" in advice
+
+
+class Powered(Base):
+    """A spectral norm as a wrapper writes it: vectors that are frozen parameters, and a weight that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        v = F.normalize(self.first.weight.detach().t() @ self.u, dim=0)
+        self.u.data = F.normalize(self.first.weight.detach() @ v, dim=0)
+        self.scaled = self.first.weight / self.u.dot(self.first.weight @ v)
+        return F.linear(h, self.scaled)
+
+
+def test_what_the_outputs_depend_on_is_told_and_not_what_is_made_anew() -> None:
+    (left,) = kfac_fx.compile(Powered(), (X,), loss="normal").report.to_dict()["python"]
+    assert (
+        left["reason"] == "it writes into its parameters u in forward, which a graph would repeat in every recording."
+    )

@@ -292,3 +292,22 @@ def test_an_encoder_of_torch_with_a_mask_is_one_graph(causal: bool) -> None:
         loss = F.cross_entropy(model(other[:, n : n + 1]).flatten(0, 1), other[:, n], reduction="sum")
         wanted.append(sum(g.square().sum() for g in torch.autograd.grad(loss, parameters)))  # type: ignore[misc]
     torch.testing.assert_close(spectrum.self_scores((other, other)), torch.stack(wanted))  # type: ignore[arg-type]
+
+
+class Styled(nn.Module):
+    """Reads how its input lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, style: Tensor) -> Tensor:
+        return self.layer(style if style.is_contiguous() else style.contiguous()).sum(1)
+
+
+def test_an_input_that_an_earlier_network_expanded_is_captured_once() -> None:
+    """As a generator is given one style for all its layers. A dense copy would be another kind of call."""
+    before, net = nn.Linear(5, 8), kfac_fx.compile(Styled(), (torch.randn(4, 6, 8),), loss="normal")
+    for _ in range(3):
+        net.recorder((before(torch.randn(4, 5)).unsqueeze(1).expand(-1, 6, -1),), {})
+    assert len(net.captures.all) == 2

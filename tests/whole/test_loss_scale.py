@@ -1702,6 +1702,32 @@ def trained_with(weight: float, place: int = 1) -> Any:
     return lambda outputs: F.cross_entropy(outputs[0], CLASSES) + weight * outputs[place].square().mean()
 
 
+class Stepped(nn.Module):
+    """One step of a network over time, which the training loop calls with the state of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state, self.head = nn.Linear(X.shape[1], 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(self.of_input(x) + self.of_state(state))
+        return self.head(state), state
+
+
+def test_a_state_that_a_later_forward_takes_is_told_as_such() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Stepped(), loss=of_classes)
+    optimizer, state, total = kfac_fx.KFAC(net), torch.zeros(len(X), 8), torch.zeros(())
+    for _ in range(3):
+        logits, state = net(X, state)
+        total = total + F.cross_entropy(logits, CLASSES) / 3
+    total.backward()
+    with pytest.warns(
+        LossScaleWarning, match="a later forward of the step takes, as a state.*loop over the steps into"
+    ):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("examples", [False, True])
 def test_an_output_that_is_trained_and_that_no_loss_reads_is_told(examples: bool) -> None:
     """Its head is that of a registered loss, so no parameter is without a block."""

@@ -482,3 +482,37 @@ def test_a_model_that_is_compiled_in_place_takes_its_paths_itself() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert len(net.registrations) == 6 and losses[-1] < losses[1] / 2
+
+
+class Twins(nn.Module):
+    """One encoder of two batches, which forward never computes with together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))
+
+    def forward(self, first: Tensor, second: Tensor) -> Any:
+        return self.encoder(first), self.encoder(second)
+
+
+UNTIED = (
+    "it is used on another input than that which counts the cases, and forward does not need as many of both, so not "
+    "'full'"
+)
+
+
+def test_two_batches_of_one_encoder_are_not_said_to_be_merged() -> None:
+    rows = kfac_fx.compile(Twins(), (torch.randn(8, 5), torch.randn(8, 5))).report.rows
+    assert [(row.uses, row.reason) for row in rows] == [(2, None), (2, UNTIED)]
+
+
+def test_a_block_of_whole_examples_meets_two_batches_of_different_lengths() -> None:
+    net = kfac_fx.compile(Twins())
+    optimizer = kfac_fx.KFAC(net, cov_update_every=1)
+    for length in (8, 8, 5, 8):
+        optimizer.zero_grad()
+        first, second = net(torch.randn(8, 5), torch.randn(length, 5))
+        (first.tanh().mean() - second[:, 0].mean()).backward()
+        optimizer.step()
+    assert [row.generic for row in net.report.rows] == [False, True, True]
+    assert UNTIED in (net.report.rows[1].reason or "")
