@@ -1384,9 +1384,9 @@ def check_scale(
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
             has_mask = used[0].recorder.program.mask is not None if used else False
-            lines += weights_of_squares(
-                reached, known * loss_scale if known is not None and len(of_losses) == 1 else None
-            )
+            # The report tells the weights in a loss that forward computes.
+            declared = len(of_losses) == 1 and used[0].recorder.loss is not None
+            lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)
             for reach in reached:
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
                 lines += lines_of_rows(reach, has_mask)

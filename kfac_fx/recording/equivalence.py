@@ -69,6 +69,7 @@ from kfac_fx.passes.tracing.effects import (
     parameters_kept,
     untouched,
 )
+from kfac_fx.passes.tracing.functions import PLAIN_FUNCTIONS
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, named_arguments, objects_kept, tensors_in
 from kfac_fx.passes.tracing.substitutes import EverywhereElse, custom_functions
@@ -147,11 +148,13 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             if recorder.whole
             else f"{name} computes something else in a second forward pass, with the same inputs and random numbers"
         )
-        raise UntraceableError(
-            f"{what}: outputs differ by {max(differences):.2g}.\n"
+        advice = (
             "A capture does not include clocks, random numbers from outside of torch, or state outside of the model. "
             "Compute these with torch, or pass them as inputs."
         )
+        if not recorder.whole and PLAIN_FUNCTIONS:
+            advice += f" Or correct what kfac_fx.plain_function declares for {', '.join(PLAIN_FUNCTIONS)}."
+        raise UntraceableError(f"{what}: outputs differ by {max(differences):.2g}.\n{advice}")
     if not recorder.whole:
         refuse_other_without_gradients(recorder, values, graph_outputs, rounding)
     tolerance = max(GRADIENT_TOLERANCE, 4 * rounding)

@@ -36,7 +36,7 @@ def scanned(lc: LayerCollection, output: str, *params: str, linked: str) -> str:
 def test_a_scan_refuses_a_link_to_what_the_layer_has_not() -> None:
     text = r"the linked generic\(g\), which no layer has: approximation 'kron' is none of 'diagonal', 'full'\."
     with pytest.raises(ApproximationError, match=text):
-        scanned(collection(lambda x, g: x * torch.cumsum(g, 0), g=(3,)), "mul", "g", linked="kron")
+        scanned(collection(lambda x, g: x * torch.cdist(x, g[None]), g=(3,)), "mul", "g", linked="kron")
     with pytest.raises(ApproximationError, match="b, w  linear has no 'kron_sua', but"):
         scanned(affine(), "add", "w", "b", linked="kron_sua")
 

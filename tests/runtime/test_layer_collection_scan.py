@@ -56,7 +56,12 @@ ROWS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], str, Block
         lambda x, w, b: F.layer_norm(x, (3,), w, b), {"w": (3,), "b": (3,)}, "layer_norm",
         {("w", "b"): ("ScaleAndShiftFull", "full", 1)},
     ),
-    "leftover": (lambda x, w: x + torch.cumsum(w, 0), {"w": (3,)}, "add", {("w",): ("NaiveDiagonal", "diagonal", 0)}),
+    "leftover": (
+        lambda x, w: x + torch.cdist(x, w[None]), {"w": (3,)}, "add", {("w",): ("NaiveDiagonal", "diagonal", 0)},
+    ),
+    "a function of a parameter": (
+        lambda x, w: x + torch.cumsum(w, 0), {"w": (3,)}, "add", {("w",): ("ScaleAndShiftFull", "full", 1)},
+    ),
     "shared weight and bias": (
         lambda x, w, b: (x @ w + b) @ w + b, {"w": (3, 3), "b": (3,)}, "add_1",
         {("w", "b"): ("FullyConnectedMultiIndep", "kron_indep", 2)},
@@ -79,8 +84,6 @@ ROWS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], str, Block
 @pytest.mark.parametrize("name", ROWS)
 def test_what_the_scan_finds(name: str) -> None:
     function, shapes, output, expected = ROWS[name]
-    if name == "the weight twice in one operation":
-        expected = {("w",): ("NaiveDiagonal", "diagonal", 0)}
     assert scanned(collection(function, **shapes), output) == expected
 
 
@@ -154,7 +157,7 @@ def test_layouts_that_contradict_each_other_are_ambiguous(monkeypatch: pytest.Mo
 
 
 def test_defaults_serve_the_scan_and_several_uses_have_their_own() -> None:
-    lc = collection(lambda x, w, v, g: (x @ w @ v) @ v + torch.cumsum(g, 0), w=(3, 3), v=(3, 3), g=(3,))
+    lc = collection(lambda x, w, v, g: (x @ w @ v) @ v + torch.cdist(x, g[None]), w=(3, 3), v=(3, 3), g=(3,))
     lc.set_default_fully_connected_approximation("diagonal")
     lc.set_default_fully_connected_multi_approximation("kron_indep_in_diag")
     lc.set_default_generic_approximation("full")

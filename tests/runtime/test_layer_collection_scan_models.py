@@ -188,11 +188,11 @@ def test_a_batch_norm_is_a_block_of_its_normalized_input(batch_size: int | None)
 
 
 def test_leftovers_need_no_batch_size_and_links_of_nothing_are_refused() -> None:
-    lc = collection(lambda x, g, h: x * torch.cumsum(g, 0) + torch.cumsum(h, 0), g=(3,), h=(3,))
+    lc = collection(lambda x, g, h: x * torch.cdist(x, g[None]) + torch.cdist(x, h[None]), g=(3,), h=(3,))
     assert set(scanned(lc, "add").values()) == {("NaiveDiagonalFB", "diagonal")}
-    lc = collection(lambda x, g, h: x * torch.cumsum(g, 0) + torch.cumsum(h, 0), g=(3,), h=(3,))
+    lc = collection(lambda x, g, h: x * torch.cdist(x, g[None]) + torch.cdist(x, h[None]), g=(3,), h=(3,))
     lc.define_linked_parameters(("g", "h"))
-    with pytest.raises(LinkError, match="g +linked with h; enters mul"):
+    with pytest.raises(LinkError, match="g +linked with h; enters cdist"):
         scanned(lc, "add")
 
 
