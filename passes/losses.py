@@ -381,6 +381,19 @@ def counts_left_out(way: Way) -> bool:
     return not by_values and not any(op_name(node) in LEAVES_OUT for node in way.nodes[1:])
 
 
+def averages_cases(way: Way) -> bool:
+    """Whether a mean on a way is over the cases of a batch: forward divides each by a number of its own, [cases], as by
+    the number of positions that a mask keeps."""
+    operands = [node.args[1] for node in way.nodes[1:] if op_name(node) == "div"]
+    values = [operand.meta.get("val") for operand in operands if isinstance(operand, fx.Node)]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor) and value.dim()]
+    return any(not is_one(shape[0]) and all(map(is_one, shape[1:])) for shape in shapes)
+
+
+def is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
 # --- what else is in a returned loss ----------------------------------------------------------------------------------
 
 

@@ -469,7 +469,8 @@ class CaseRecorder:
                 sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
-                terms, sums = losses_of.summed(losses, losses_of.terms(losses))
+                of_forward = examples if grouped is None and not by_row else None
+                terms, sums = losses_of.summed(losses, losses_of.terms(losses, of_forward))
                 rows, others = int(terms), others if returned else ()
                 backward.outputs = (*fisher, *others)
                 leaves = [*constants, *(other.detach().requires_grad_() for other in others)]

@@ -49,7 +49,7 @@ from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
 from kfac_fx.passes.graphs.labels import once, shape_of
 from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite, Way
-from kfac_fx.passes.losses import counts_left_out, shape_on, told_by
+from kfac_fx.passes.losses import averages_cases, counts_left_out, shape_on, told_by
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
@@ -489,13 +489,21 @@ class OutputLosses:
         """The number of terms in the mean of the first loss, which is the number of cases of the batch."""
         return self.declared.cases_by_loss(losses)[0]
 
-    def terms(self, losses: WeightedLosses) -> int | Tensor:
-        """`cases`, and with them the rows that a mask leaves out, if the mean that forward returns counts these."""
+    def terms(self, losses: WeightedLosses, examples: int | None = None) -> int | Tensor:
+        """`cases`, and with them the rows that a mask leaves out, if the mean that forward returns counts these; or the
+        examples, if the mean is over them.
+
+        examples: their number; None: an example is a row, or none of forward's.
+        """
         first = next(iter(self.emitted.loss_sites), None) if self.given is None and self.is_mean else None
         if isinstance(first, ObservedLoss):
             counted = first.counts_left_out
+        elif first is None or first.way is None:
+            counted = False
+        elif examples is not None and averages_cases(first.way):
+            return examples
         else:
-            counted = first is not None and first.way is not None and counts_left_out(first.way)
+            counted = counts_left_out(first.way)
         if first is None or first.reduction == "mean" or not counted:
             return self.cases(losses)
         pieces = zip(self.emitted.loss_sites, losses, strict=True)
