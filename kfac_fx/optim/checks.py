@@ -211,7 +211,10 @@ class Watch:
                 "an lr that is too large. Compare the gradients of net(x) and of the loss that you train, give the "
                 "losses of loss= the weights that they have in training, leave out what changes weights between "
                 "forward and step, or write a smaller lr; print(net.report) names what the checks could not see. If "
-                "the loss goes on falling, the steps have become short enough, and nothing is wrong."
+                "the loss goes on falling, the steps have become short enough, and nothing is wrong. If it stands "
+                "still and a batch has few cases, the bound of the steps is too narrow: above all with batch "
+                "normalization a step moves the predictions of its own batch much further than those of others. Take "
+                "more cases, or write norm_constraint=10 for the default rule."
             )
         )
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.fisher.bases import means_of
-from kfac_fx.optim.checks import tolerated
+from kfac_fx.optim.checks import StalledWarning, Watch, tolerated
 from kfac_fx.optim.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import step, theta
@@ -232,3 +232,17 @@ def test_a_check_with_targets_that_are_not_finite_leaves_everything_as_it_was(ki
         F.mse_loss(net(x), y if number < 8 else y / 0).backward()
         opt.step()
     assert torch.equal(theta(net), before) and opt.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("divisor", "undone", "happened"),
+    [(11.0, False, "steps are shorter than a tenth of their length from step 0 on, up to 20"),
+     (1.0, True, "checks undid steps 3 times in a row, up to step 2")],
+)  # fmt: skip
+def test_short_and_undone_steps_are_told_once_with_what_to_write(divisor: float, undone: bool, happened: str) -> None:
+    watch = Watch()
+    with pytest.warns(StalledWarning) as told:
+        for number in range(60):
+            watch.look(torch.tensor(divisor), torch.tensor(undone), number)
+    (text,) = (str(warning.message) for warning in told)
+    assert text.startswith(happened) and "write a smaller lr" in text and "write norm_constraint=10 for the" in text
