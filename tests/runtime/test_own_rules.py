@@ -336,3 +336,16 @@ def test_the_attributes_that_an_error_names_are_there_and_explained() -> None:
     for name in OF_RULES:
         assert f"`{name}`" in page or f"`{name}(" in page, name
         assert name in {*dir(BlockStep), *(field.name for field in fields(BlockStep))}
+
+
+def test_the_page_of_rules_has_the_decorator_that_a_plain_dataclass_lacks() -> None:
+    with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
+        dataclass(type("Plain", (Rule,), {"__module__": __name__}))
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for wanted in (
+        "cannot inherit non-frozen dataclass from a frozen one",
+        "@dataclass(frozen=True, kw_only=True, eq=False)\nclass RootWithMomentum(Damped):",
+        "exps: ClassVar",
+        "zeros_for(parameter)",
+    ):
+        assert wanted in page, wanted
