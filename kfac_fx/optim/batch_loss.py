@@ -682,12 +682,13 @@ class SolvedGradients:
         uneven = uneven_numbers(zs)
         diagonal, mixed = push([of.detach() for of in pulled]), push(pull(uneven) if zs else [])
         of_inputs = push(gradients)
+        rounding = max_rounding({tensor.dtype for tensor in (*leaves, *zs)})
         solved = {place: torch.zeros_like(inputs[place]) for place in values.computed}
         known = {place: torch.ones((), dtype=torch.bool, device=inputs[place].device) for place in values.computed}
         for place, d, m, u, g in zip(tied, diagonal, mixed, uneven, of_inputs, strict=True):
             if place in solved:
                 solved[place] = torch.where(d > 0, g / torch.where(d > 0, d, 1), 0)
-                known[place] = ((m - d * u).abs() <= torch.finfo(d.dtype).eps ** 0.5 * d).all()
+                known[place] = ((m - d * u).abs() <= rounding**0.5 * d).all()
         sent = [solved.get(place, torch.zeros_like(inputs[place])) for place in tied]
         again = pull(sent) if zs else [torch.zeros_like(leaf) for leaf in leaves]
         explained = [

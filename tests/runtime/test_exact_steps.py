@@ -469,14 +469,21 @@ def test_the_value_of_a_loss_of_computed_means_is_that_of_the_trained_loss(means
         torch.testing.assert_close(known, trained)
 
 
+def test_the_value_of_a_loss_of_computed_means_is_known_of_outputs_in_half_precision() -> None:
+    values = values_of_checks(lambda out: [2 * out - DATA], steps=1, exact=0, dtype=torch.bfloat16)
+    torch.testing.assert_close(values[0][1], values[0][0], rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("means", [lambda out: [out, out - DATA], lambda out: [out @ torch.ones(2, 2).triu()]])
 def test_the_value_of_losses_that_share_numbers_is_not_known(means: Arithmetic) -> None:
     assert all(known.isinf() for _, known in values_of_checks(means, steps=1, exact=0))
 
 
-def values_of_checks(means: Arithmetic, steps: int, exact: int) -> list[tuple[Tensor, Tensor]]:
+def values_of_checks(
+    means: Arithmetic, steps: int, exact: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
     """(the trained loss, its value for the check) of each step. exact: the least number of exact steps in 12."""
-    x, model = torch.randn(12, 3), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, model = torch.randn(12, 3).to(dtype), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
 
     def loss(out: Tensor) -> list[Any]:
         return [(1.0 + place, losses.Normal(mean)) for place, mean in enumerate(means(out)) if mean.numel()]
