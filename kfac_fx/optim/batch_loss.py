@@ -39,7 +39,7 @@ captured under it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -70,6 +70,8 @@ from kfac_fx.recording.equivalence import coarsest_rounding, differ, evaluated, 
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
+GOLDEN = 0.6180339887498949
+ROUNDINGS = 16.0  # of a gradient, by which one that is solved for may differ
 # The autocast of the precision that is entered at present; None: none is.
 ENTERED: ContextVar[tuple[tuple[str, torch.dtype], ...] | None] = ContextVar("ENTERED", default=None)
 
@@ -231,22 +233,23 @@ class Values:
     losses: LossTerms  # with the weights of their means over cases
     leaves: list[Tensor]
     fisher: tuple[Tensor, ...] = ()  # the Fisher's outputs, where forward returns a loss that is weighed by them
+    losses_of: Callable[[Sequence[Tensor]], LossTerms] | None = None  # of other leaves; None: none has a computed mean
 
     @property
     def cases(self) -> int | Tensor:
         return self.losses[0][1].cases
 
-    def leaf_of(self, loss: LossFunction, in_any_order: bool = False) -> int | None:
-        """The number of the leaf that is the inputs of this loss, and of no other one; None: there is none.
-
-        in_any_order: whether the inputs may be the numbers of the only leaf in another shape and order.
-        """
+    def leaf_of(self, loss: LossFunction) -> int | None:
+        """The number of the leaf that is the inputs of this loss, and of no other one; None: there is none."""
         if sum(other.inputs is loss.inputs for _, other in self.losses) > 1:
             return None
-        alone = in_any_order and len(self.leaves) == len(self.losses) == 1
-        if alone and loss.inputs.numel() == real_numbers(self.leaves[0]).numel():
-            return 0
         return next((number for number, leaf in enumerate(self.leaves) if leaf is loss.inputs), None)
+
+    @property
+    def computed(self) -> list[int]:
+        """The places of the normal losses whose mean is computed from the leaves."""
+        pairs = enumerate(self.losses)
+        return [place for place, (_, loss) in pairs if isinstance(loss, Normal) and self.leaf_of(loss) is None]
 
 
 @dataclass
@@ -363,12 +366,22 @@ class BatchLoss:
         fisher = tuple(leaves) if fisher is None else fisher
         if not forward.recorder.losses.are_known:
             return Values(self.unnamed(forward, leaves), leaves)
-        if not forward.recorder.whole:
-            return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
-        # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
-        of = forward.recorder.losses
-        pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, forward.inputs)
-        return Values(of.averaged(pairs), leaves, fisher if of.weigh_by_outputs and not forward.at_outputs else ())
+        # Not `net.losses` for a whole graph, which looks for a capture of the call: a part may have a single example.
+        whole, of = forward.recorder.whole, forward.recorder.losses
+
+        def losses_of(others: Sequence[Tensor]) -> LossTerms:
+            outputs_there, fisher_there = replaced(outputs, leaves, others), replaced(fisher, leaves, others)
+            if not whole:
+                return self.net.losses(outputs_there, fisher_there, call=(forward.args, forward.kwargs))
+            return of.averaged(
+                of.real(lambda new: replaced(outputs_there, fisher_there, new), fisher_there, forward.inputs)
+            )
+
+        weighed = whole and of.weigh_by_outputs and not forward.at_outputs
+        values = Values(losses_of(leaves), leaves, fisher if weighed else ())
+        if forward.at_outputs and values.computed:
+            values.losses_of = losses_of
+        return values
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
         """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
@@ -429,17 +442,32 @@ class BatchLoss:
             if not forward.gradients:
                 return self.replicas.mean(torch.full_like(value, torch.inf))
             share, leaves = values.cases / at_least_one(total), list(values.leaves)
-            for weight, loss in values.losses if forward.at_outputs else ():
+            solved = self.solved(forward, values) if forward.at_outputs and values.computed else None
+            for place, (weight, loss) in enumerate(values.losses if forward.at_outputs else ()):
                 of_case = share * weight / at_least_one(loss.cases)
-                number = values.leaf_of(loss, in_any_order=isinstance(loss, Normal))
-                if number is None:
+                number = values.leaf_of(loss)
+                if solved is not None and place in solved.gradients:
+                    gradient = precise(solved.gradients[place]) / self.loss_scale
+                    of_loss = loss.value_behind(quotient_or_zero(gradient, of_case))
+                    value = value + torch.where(solved.known[place], 0.0, torch.inf)
+                elif number is None:
                     of_loss = loss.entropy()
                 else:
                     of_loss = loss.value_behind(self.gradient(forward, values, number, of_case))
                     leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
                 value = value + (torch.inf if of_loss is None else of_case * of_loss)
+            if solved is not None:
+                leaves = [torch.where(of, 0, leaf) for of, leaf in zip(solved.explained, leaves, strict=True)]
             value = value + self.slope(forward, leaves)
         return self.replicas.mean(value)
+
+    def solved(self, forward: ObservedForward, at: Values) -> SolvedGradients:
+        """The gradients at the means of normal losses that are computed from the leaves."""
+        of_leaves = [
+            forward.gradients.get(number, torch.zeros_like(leaf)).to(leaf)
+            for number, leaf in zip(forward.leaves, at.leaves, strict=True)
+        ]
+        return SolvedGradients.of(at, of_leaves)
 
     @OWN_PRECISION.entered()
     def unit(self, at: Sequence[Values]) -> Tensor:
@@ -604,6 +632,80 @@ class BatchLoss:
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)
+
+
+@dataclass(frozen=True)
+class SolvedGradients:
+    """The gradients at the inputs of losses, solved from those at the leaves that the inputs are computed from.
+
+    Let J be the derivative of the inputs z of all losses with respect to the leaves, so that a gradient g at z is Jᵀ g
+    at the leaves. Differences from data, weights of cases, slices and other orders make every number of the leaves a
+    part of at most one number of z. Then J Jᵀ is a diagonal D, and g = D⁻¹ J Jᵀ g.
+
+    Attributes:
+        gradients: by the place of a loss, of the shape of its inputs; zero where these depend on no leaf.
+        known: by the place of a loss, whether J Jᵀ is diagonal in its rows, 0-dim.
+        explained: of each leaf, where its gradient is Jᵀ g up to rounding.
+    """
+
+    gradients: dict[int, Tensor]
+    known: dict[int, Tensor]
+    explained: list[Tensor]
+
+    @staticmethod
+    @torch.enable_grad()
+    def of(values: Values, gradients: Sequence[Tensor]) -> SolvedGradients:
+        """Those at the means that are computed from the leaves. gradients: at the leaves."""
+        assert values.losses_of is not None, "bug in kfac_fx: no losses of other leaves"
+        leaves = [leaf.detach().requires_grad_() for leaf in values.leaves]
+        inputs = [loss.inputs for _, loss in values.losses_of(leaves)]
+        tied = [place for place, z in enumerate(inputs) if z.requires_grad]
+        zs = [inputs[place] for place in tied]
+        ones = [torch.ones_like(z, requires_grad=True) for z in zs]
+
+        def pull(of_inputs: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
+            sent = torch.autograd.grad(
+                zs, leaves, of_inputs, retain_graph=True, create_graph=create_graph, materialize_grads=True
+            )
+            return list(sent)
+
+        pulled = pull(ones, create_graph=True) if zs else []
+        linked = [place for place, of_leaf in enumerate(pulled) if of_leaf.requires_grad]
+
+        def push(of_leaves: Sequence[Tensor]) -> list[Tensor]:
+            if not linked:
+                return [torch.zeros_like(z) for z in zs]
+            sent = [of_leaves[place].to(pulled[place].dtype) for place in linked]
+            of = [pulled[place] for place in linked]
+            return list(torch.autograd.grad(of, ones, sent, retain_graph=True, materialize_grads=True))
+
+        uneven = uneven_numbers(zs)
+        diagonal, mixed = push([of.detach() for of in pulled]), push(pull(uneven) if zs else [])
+        of_inputs = push(gradients)
+        rounding = max_rounding({tensor.dtype for tensor in (*leaves, *zs)})
+        solved = {place: torch.zeros_like(inputs[place]) for place in values.computed}
+        known = {place: torch.ones((), dtype=torch.bool, device=inputs[place].device) for place in values.computed}
+        for place, d, m, u, g in zip(tied, diagonal, mixed, uneven, of_inputs, strict=True):
+            if place in solved:
+                solved[place] = torch.where(d > 0, g / torch.where(d > 0, d, 1), 0)
+                known[place] = ((m - d * u).abs() <= rounding**0.5 * d).all()
+        sent = [solved.get(place, torch.zeros_like(inputs[place])) for place in tied]
+        again = pull(sent) if zs else [torch.zeros_like(leaf) for leaf in leaves]
+        explained = [
+            (there - g).abs() <= ROUNDINGS * torch.finfo(g.dtype).eps * g.abs()
+            for there, g in zip(again, gradients, strict=True)
+        ]
+        return SolvedGradients(solved, known, explained)
+
+
+def uneven_numbers(like: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers between 1 and 2 of these shapes. Two slices of them differ by much in some place."""
+    total = sum(tensor.numel() for tensor in like)
+    if not total:
+        return [torch.ones_like(tensor) for tensor in like]
+    every = torch.arange(total, device=like[0].device, dtype=torch.float64).square().mul(GOLDEN).frac().add(1)
+    parts = every.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
 
 
 def quotients(old: Values, new: Values, step: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -58,9 +58,9 @@ from kfac_fx.losses.distributions import MODES
 from kfac_fx.optim.checks import Newcomers, Place, StepSize
 from kfac_fx.optim.groups import ADAM_VALUES, FIRST_LR, OF_A_NEW_GROUP, OF_GROUPS, Group, new_adam_state, rule_state
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.rule import StepIntervals
+from kfac_fx.optim.rule import SCALARS, StepIntervals
 from kfac_fx.optim.rules import RULES, exact_steps
-from kfac_fx.optim.state import SCALARS, StepState
+from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import plural, table, warn_user
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.effects import RandomState

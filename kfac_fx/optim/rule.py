@@ -217,18 +217,28 @@ class Outcome:
         return self.change / self.predicted
 
 
-class Known(dict[str, Tensor]):
-    """Tensors by name, which say where a name that is missing is declared."""
+SCALARS = ("rho", "predicted_change", "loss_before")  # of every rule, next to its own
+MEASURED = (*SCALARS, "kappa")  # NaN where nothing measures them
 
-    def __init__(self, tensors: Mapping[str, Tensor], place: str) -> None:
+
+class Known(dict[str, Tensor]):
+    """Tensors by name, which say where a name that is missing is declared.
+
+    remedy: in words; "{name}" stands for the name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], place: str, remedy: str = "declare it there") -> None:
         super().__init__(tensors)
-        self.place = place
+        self.place, self.remedy = place, remedy
 
     def __missing__(self, name: str) -> Tensor:
-        raise ValueError(
-            f"direction reads {name!r}, and {self.place} has {', '.join(map(repr, self)) or 'nothing'}: "
-            "declare it there"
-        )
+        has = f"has {', '.join(map(repr, self)) or 'nothing'}"
+        if name in MEASURED:
+            raise ValueError(
+                f"direction reads {name!r}, which only checks and adapt_damping measure, and this rule has none of "
+                f"them: {self.place} {has}, so declare a number there under another name, and measure it in direction"
+            )
+        raise ValueError(f"direction reads {name!r}, and {self.place} {has}: {self.remedy.format(name=name)}")
 
 
 class Memory:
@@ -272,7 +282,7 @@ class BlockStep:
         check_next: whether the rule wants a check in the next step, too.
         on_trial: whether it is no sign of a stalled training if the check undoes this step or those before it.
         estimator: has the blocks.
-        damping: λ, 0-dim, written in place.
+        present_damping: λ, 0-dim, written in place.
         size: the step size from check to check.
         of_groups: the numbers of the parameter groups by option and parameter, 0-dim.
         precon_damping_mult: of the rule.
@@ -280,12 +290,12 @@ class BlockStep:
         memory: of `Rule.memory`.
         find_absent: makes `absent`.
         compiled: a function of this package under the backend of the net.
-        exact_products: <d_i, F d_j> of vectors [P] in the exact Fisher of the step's batch, [k, k].
+        products_in_batch: `exact_products`, of a list of vectors [P].
     """
 
     flat: FlatParameters
     estimator: FisherEstimator
-    damping: Tensor
+    present_damping: Tensor
     precon_damping_mult: float
     size: StepSize
     of_groups: Mapping[str, Tensors]
@@ -293,14 +303,16 @@ class BlockStep:
     memory: Any
     find_absent: Callable[[], Tensors]
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
-    exact_products: Products
+    products_in_batch: Products
     check: Check | None = None
     risen: Tensor | None = None
     undone: Tensor | None = None
     check_next: bool = False
     on_trial: bool = False
     own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
-    undamped: bool = field(init=False, default=False)  # whether that class has no damping
+    state_place: tuple[str, str] = field(init=False, default=("", ""))  # `Rule.state_place`
+    undamped: bool = field(init=False, default=False)  # whether that class has no λ
+    sided: bool = field(init=False, default=False)  # whether it damps sides of blocks by parts of their eigenvalues
     ok: Tensor = field(init=False)
 
     if not TYPE_CHECKING:  # a type checker knows the names
@@ -321,7 +333,28 @@ class BlockStep:
     @property
     def state(self) -> Tensors:
         """The vectors of the rule's state, [P], by name."""
-        return self.flat.state if self.own is None else Known(self.flat.state, f"{self.own}.new_state")
+        return self.flat.state if self.own is None else Known(self.flat.state, *self.state_place)
+
+    @property
+    def damping(self) -> Tensor:
+        """λ, 0-dim, written in place."""
+        if self.undamped:
+            raise ValueError(f"direction of {self.own} reads step.damping, {self.without_damping}")
+        return self.present_damping
+
+    def exact_products(self, vectors: Sequence[Tensor]) -> Tensor:
+        """<d_i, F d_j> of vectors [P] in the exact Fisher of the step's batch, [k, k]."""
+        kind = type(vectors).__name__
+        remedy = "it takes a list of k vectors [P] and gives their products [k, k]: write step.exact_products([step.g])"
+        if not isinstance(vectors, list | tuple):
+            raise TypeError(f"step.exact_products got a {kind}, and {remedy}")
+        wrong = [(f"number {n}", found) for n, of in enumerate(vectors) if (found := unlike(of, self.g.shape))]
+        if wrong or not vectors:
+            raise ValueError(
+                f"step.exact_products got a {kind} of other things than vectors {list(self.g.shape)}, and {remedy}\n"
+                f"{table(wrong or [('nothing', 'is in it')])}"
+            )
+        return self.products_in_batch(vectors)
 
     @cached_property
     def absent(self) -> Tensors:
@@ -344,17 +377,21 @@ class BlockStep:
 
     def refuse_undamped(self) -> None:
         """Raises ValueError for a rule of the user that multiplies with inverses and has no damping of its own."""
-        if self.undamped:
-            raise ValueError(
-                f"direction of {self.own} multiplies with powers of F + λ I, and {self.own} has no λ, so that it is 0: "
-                f"write class {self.own}(kfac_fx.rules.Damped) and rule={self.own}(damping=0.1), or define the "
-                "property first_damping."
-            )
+        if self.undamped and not self.sided:
+            raise ValueError(f"direction of {self.own} multiplies with powers of F + λ I, {self.without_damping}")
+
+    @property
+    def without_damping(self) -> str:
+        """The end of the message for a rule that has no λ."""
+        return (
+            f"and {self.own} has no λ, so that it is 0: write class {self.own}(kfac_fx.rules.Damped) and "
+            f"rule={self.own}(damping=0.1), or define the property first_damping."
+        )
 
     @property
     def fisher_product(self) -> Product:
         """The product with the damped block-diagonal Fisher, F̂ + λ I, with the present damping."""
-        self.estimator.damping.copy_(self.damping * self.precon_damping_mult)
+        self.estimator.damping.copy_(self.present_damping * self.precon_damping_mult)
         return self.product(self.estimator.multiply_kept)
 
     def to_bases(self, vector: Tensor, outputs: bool = True) -> Tensor:
@@ -587,6 +624,20 @@ class Rule:
         """Δ, which the step subtracts, and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
 
+    @cached_property
+    def state_place(self) -> tuple[str, str]:
+        """In words, where a user's class declares its state, and the remedy for a name that is missing there."""
+        kind = type(self)
+        if not kind.new_state.__module__.startswith("kfac_fx."):
+            return f"{kind.__name__}.new_state", "declare it there"
+        library = [of for of in kind.__mro__ if of.__module__.startswith("kfac_fx.") and issubclass(of, Rule)]
+        more = "" if {Rule, Damped}.issuperset(library) else "**super().new_state(parameter), "
+        return (
+            f"{kind.__name__} has no new_state, so that its state",
+            "write def new_state(self, parameter): "
+            f"return {{{{{more}{{name!r}}: kfac_fx.rules.zeros_for(parameter)}}}} in the class",
+        )
+
     def state_maker(self) -> Callable[[Tensor], Tensors]:
         """`new_state`, whose results are checked: ValueError for what is no tensor of the parameter's shape and no
         number, and for other names than those of the first parameter."""
@@ -623,8 +674,11 @@ class Rule:
         those of an own `new_state` that are left out, and for other shapes than those of `step.g` and `step.state`."""
         name = type(self).__name__
         if not type(self).__module__.startswith("kfac_fx."):
-            step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
-            step.undamped = type(self).first_damping is Rule.first_damping and self.side_damping is None
+            measures = self.checked or self.is_exact or self.damping_rule is not None
+            of_rule = {key: of for key, of in step.scalars.items() if measures or key not in MEASURED}
+            step.own, step.scalars = name, Known(of_rule, f"{name}.scalars")
+            step.undamped, step.sided = type(self).first_damping is Rule.first_damping, self.side_damping is not None
+            step.state_place = self.state_place
         g, state = step.g, step.state
         update = self.direction(step)
         if not isinstance(update, Update):

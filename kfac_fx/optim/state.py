@@ -22,7 +22,7 @@ from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.forwards import Forwards, without_batch
 from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.rule import BlockStep, Memory
+from kfac_fx.optim.rule import MEASURED, BlockStep, Memory
 from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.standstill import StandstillWatch
@@ -34,7 +34,6 @@ from kfac_fx.passes.tracing.effects import RandomState
 from kfac_fx.recording.emitted import compiled_function
 from kfac_fx.recording.statistics import Key
 
-SCALARS = ("rho", "predicted_change", "loss_before")  # of every rule, next to its own
 PHASES = ("record", "statistics", "inverses", "update")
 
 
@@ -98,7 +97,7 @@ class StepState:
 
     def __post_init__(self) -> None:
         scalar, rule = self.vectors.scalar, self.options.rule
-        first = {**dict.fromkeys((*SCALARS, "kappa"), torch.nan), **rule.scalars}
+        first = {**dict.fromkeys(MEASURED, torch.nan), **rule.scalars}
         self.scalars = ScalarsByName({name: torch.full_like(self.damping, value) for name, value in first.items()})
         self.checks = Checks(StepSize.first(scalar))
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
@@ -120,7 +119,7 @@ class StepState:
         return BlockStep(
             flat=flat,
             estimator=self.estimator,
-            damping=self.damping,
+            present_damping=self.damping,
             precon_damping_mult=self.options.rule.precon_damping_mult,
             size=self.checks.size,
             of_groups=self.vectors.grouped.scalars,
@@ -128,7 +127,7 @@ class StepState:
             memory=self.memory,
             find_absent=partial(self.vectors.absent, flat),
             compiled=self.compiled,
-            exact_products=partial(self.exact_products, flat),
+            products_in_batch=partial(self.exact_products, flat),
         )
 
     def exact_products(self, flat: FlatParameters, vectors: Sequence[Tensor]) -> Tensor:
@@ -137,7 +136,7 @@ class StepState:
         Raises RuntimeError if there was no forward to compute with, and ValueError if the rule says that it needs none.
         """
         calls, kind = self.forwards.seen.calls, type(self.options.rule)
-        if not calls and not kind.is_exact:
+        if not kind.is_exact:
             raise ValueError(
                 f"direction of {kind.__name__} multiplies with the exact Fisher of the step's batch, which is not kept "
                 "for it: write is_exact: ClassVar[bool] = True in its class"

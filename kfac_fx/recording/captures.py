@@ -82,7 +82,13 @@ from kfac_fx.recording.emitted_submodules import (
     emitted_division,
     number_of_examples,
 )
-from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.masks import (
+    PaddingMask,
+    program_with_loss_mask,
+    program_with_mask,
+    refuse_unfit_mask,
+    tell_absent,
+)
 from kfac_fx.recording.model_checks import (
     NAMED_BY_MAPPING,
     Structure,
@@ -436,6 +442,7 @@ class Capturing:
                 recorder.told.add(kind)
                 warn_user(UserWarning(misfit))
         self.tell_constant_derivatives(recorder)
+        self.tell_absent_mask(args, kwargs)
         self.tell_own_layers(recorder, {} if verdict is None else verdict.failed, registrations)
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         recorder.division = recorder.division or division_of(recorder, args, kwargs)
@@ -457,6 +464,12 @@ class Capturing:
                     "create_graph=True), or detach the result if a constant is meant."
                 )
             )
+
+    def tell_absent_mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Warn, once, of a padding mask that the `**kwargs` of forward take, before a call has it."""
+        mask = self.arguments.padding_mask
+        if mask is not None and tell_absent not in self.told and tell_absent(mask, self.model, args, kwargs):
+            self.told.add(tell_absent)
 
     def tell_own_layers(
         self, recorder: Recorder, failed: Mapping[Key, str], registrations: Iterable[Registration]

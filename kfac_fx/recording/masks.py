@@ -280,6 +280,26 @@ def refuse_unknown(name: str, model: nn.Module) -> None:
         )
 
 
+def tell_absent(declared: PaddingMask, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Warn of a mask whose name only the `**kwargs` of forward take, if the call has none and has other tensors by
+    keyword, or one of nearly this name. Returns whether later calls need no look."""
+    signature = signature_of(model)
+    if not isinstance(declared, str) or declared in signature.parameters or kwargs.get(declared) is not None:
+        return True
+    given = {**signature.bind(*args, **kwargs).arguments, **kwargs}
+    meant = nearest(declared, [name for name, value in given.items() if isinstance(value, Tensor)])
+    if not meant and not any(isinstance(value, Tensor) for value in kwargs.values()):
+        return False
+    warn_user(
+        UserWarning(
+            f"padding_mask={declared!r} is in no call so far, so padding is in every factor and counts as cases."
+            f"{meant} {class_of(model).__name__}.forward has no argument of this name, and takes it by **kwargs. If "
+            "later calls have it, nothing is wrong."
+        )
+    )
+    return True
+
+
 def refuse_shape(mask: Tensor) -> None:
     if mask.dim() != 2:
         shape = [size if isinstance(size, int) else str(size) for size in mask.shape]

@@ -449,6 +449,68 @@ def test_a_loss_whose_value_is_not_known_repeats_by_its_outputs(factor: float) -
     assert scalar(opt, "exact_steps") > 3
 
 
+DATA, WEIGHTS = torch.linspace(-1, 1, 12).view(12, 1), torch.linspace(0, 2, 12).view(12, 1)
+Arithmetic = Callable[[Tensor], list[Tensor]]
+
+
+@pytest.mark.parametrize(
+    "means",
+    [
+        lambda out: [out[:, :1] - DATA, out[:, 1:]],
+        lambda out: [WEIGHTS.sqrt() * (out - DATA), (out - DATA)[:, :0]],
+        lambda out: [out.mean(1, keepdim=True).flip(0) - DATA],
+        lambda out: [(2 * out.T - 1).reshape(3, 8), torch.zeros(12, 1)],
+    ],
+)
+def test_the_value_of_a_loss_of_computed_means_is_that_of_the_trained_loss(means: Arithmetic) -> None:
+    values = values_of_checks(means, steps=3, exact=2)
+    assert len(values) == 3
+    for trained, known in values:
+        torch.testing.assert_close(known, trained)
+
+
+def test_the_value_of_a_loss_of_computed_means_is_known_of_outputs_in_half_precision() -> None:
+    values = values_of_checks(lambda out: [2 * out - DATA], steps=1, exact=0, dtype=torch.bfloat16)
+    torch.testing.assert_close(values[0][1], values[0][0], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("means", [lambda out: [out, out - DATA], lambda out: [out @ torch.ones(2, 2).triu()]])
+def test_the_value_of_losses_that_share_numbers_is_not_known(means: Arithmetic) -> None:
+    assert all(known.isinf() for _, known in values_of_checks(means, steps=1, exact=0))
+
+
+def values_of_checks(
+    means: Arithmetic, steps: int, exact: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
+    """(the trained loss, its value for the check) of each step. exact: the least number of exact steps in 12."""
+    x, model = torch.randn(12, 3).to(dtype), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+    def loss(out: Tensor) -> list[Any]:
+        return [(1.0 + place, losses.Normal(mean)) for place, mean in enumerate(means(out)) if mean.numel()]
+
+    net = compile(model, (x,), loss=loss)
+    opt, seen = KFAC(net, seed=0), []
+    original = Check.of
+
+    def spied(*args: Any, **options: Any) -> Check:
+        check = original(*args, **options)
+        seen.append(check.value)
+        return check
+
+    trained: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Check, "of", spied)
+        for _ in range(12):
+            opt.zero_grad()
+            terms = [(1.0 + n) * of.square().sum(1).mean() for n, of in enumerate(means(net(x))) if of.numel()]
+            total = torch.stack(terms).sum()
+            total.backward()
+            trained.append(total.detach())
+            opt.step()
+    assert scalar(opt, "exact_steps") >= exact
+    return list(zip(trained[:steps], seen[:steps], strict=True))
+
+
 def test_a_small_lr_shortens_an_exact_step_and_a_large_one_does_not_lengthen_it() -> None:
     lengths = []
     for lr in (0.25, 1.0, 2.0):

@@ -81,13 +81,53 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"^direction of Mine multiplies with powers of F \+ λ I, and Mine has no λ, so that it is 0: write class M",
     ),
     "a power without damping": (lambda s: Update(s.power(-0.5, s.g)), "has no λ, so that it is 0: write class Mine"),
+    "λ without damping": (
+        lambda s: Update(s.damping * s.g), "^direction of Mine reads step.damping, and Mine has no λ, so that it is 0: "
+    ),
+    "ρ without checks": (
+        lambda s: Update(s.g * s.scalars["rho"]),
+        "^direction reads 'rho', which only checks and adapt_damping measure, and this rule has none of them: Mine",
+    ),
+    "exact products of a vector": (
+        lambda s: Update(s.g * s.exact_products(s.g)),
+        r"^step.exact_products got a Tensor, and it takes a list of k vectors \[P\] and gives their products \[k, k\]",
+    ),
+    "exact products of numbers": (
+        lambda s: Update(s.g * s.exact_products([s.g, s.g.sum()])),
+        r"^step.exact_products got a list of other things than vectors \[34\], and it .*\n  number 1  is \[\]$",
+    ),
+    "exact products of nothing": (lambda s: Update(s.g * s.exact_products([]).sum()), "  nothing  is in it$"),
+    "exact products that are not declared": (
+        lambda s: Update(s.g * s.exact_products([s.g])[0, 0]), r"write is_exact: ClassVar\[bool\] = True in its class$"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("returned", "text"), WRONG.values(), ids=WRONG)
 def test_a_wrong_direction_is_told(returned: Any, text: str) -> None:
-    with pytest.raises((ValueError, KeyError), match=f"(?s){text}"):
+    with pytest.raises((ValueError, KeyError, TypeError), match=f"(?s){text}"):
         step_with(Mine(returned=returned))
+
+
+@pytest.mark.parametrize(("base", "more"), [(Rule, ""), (Regular, r"\*\*super\(\)\.new_state\(parameter\), ")])
+def test_a_class_without_a_state_of_its_own_is_told_to_write_one(base: type[Rule], more: str) -> None:
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Stateless(base):  # type: ignore[valid-type, misc]
+        name: ClassVar[str] = "stateless"
+
+        def direction(self, step: BlockStep) -> Update:
+            return Update(step.state["m"])
+
+    text = (
+        "^direction reads 'm', and Stateless has no new_state, so that its state has 'velocity': write def "
+        rf"new_state\(self, parameter\): return {{{more}'m': kfac_fx.rules.zeros_for\(parameter\)}} in the class$"
+    )
+    with pytest.raises(ValueError, match=text):
+        step_with(Stateless(**({"damping": 0.1} if base is Regular else {})))
+
+
+def test_a_rule_may_multiply_with_the_fisher_of_the_blocks_without_damping() -> None:
+    step_with(Mine(returned=lambda s: Update(s.fisher_product(s.g), {"velocity": s.g})))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -296,3 +336,16 @@ def test_the_attributes_that_an_error_names_are_there_and_explained() -> None:
     for name in OF_RULES:
         assert f"`{name}`" in page or f"`{name}(" in page, name
         assert name in {*dir(BlockStep), *(field.name for field in fields(BlockStep))}
+
+
+def test_the_page_of_rules_has_the_decorator_that_a_plain_dataclass_lacks() -> None:
+    with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
+        dataclass(type("Plain", (Rule,), {"__module__": __name__}))
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for wanted in (
+        "cannot inherit non-frozen dataclass from a frozen one",
+        "@dataclass(frozen=True, kw_only=True, eq=False)\nclass RootWithMomentum(Damped):",
+        "exps: ClassVar",
+        "zeros_for(parameter)",
+    ):
+        assert wanted in page, wanted

@@ -85,13 +85,32 @@ def test_the_mask_of_a_call_is_its_argument(call: Any) -> None:
     assert mask_of_call("mask", Model(), *call) is MASK
 
 
-def test_a_mask_may_be_one_of_any_keywords() -> None:
-    class Open(Model):
-        def forward(self, x: Tensor, **others: Any) -> Any:
-            return super().forward(x, **others)
+class Open(Model):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        return super().forward(x, **others)
 
+
+def test_a_mask_may_be_one_of_any_keywords() -> None:
     assert mask_of_call("mask", Open(), (X,), {"mask": MASK}) is MASK
     assert mask_of_call("mask", Open(), (X,), {}) is None
+
+
+@pytest.mark.parametrize("call", [((X, MASK), {}), ((), {"x": X, "attention_mask": MASK})], ids=["place", "keyword"])
+def test_a_mask_that_only_kwargs_take_and_no_call_has_is_told_once(call: Any) -> None:
+    net = kfac_fx.compile(Open(), loss="normal", padding_mask="attn_mask")
+    args, kwargs = call
+    with pytest.warns(UserWarning, match=r"'attn_mask' is in no call so far.*Did you mean 'attention_mask'\?") as told:
+        net(*args, **kwargs)
+        net(X, mask=MASK)
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("first", [{}, {"mask": MASK}], ids=["without a mask", "with it"])
+def test_a_mask_that_kwargs_take_may_be_left_out(first: dict[str, Tensor]) -> None:
+    net = kfac_fx.compile(Open(), loss="normal", padding_mask="mask")
+    for kwargs in (first, {"mask": MASK}, {"attention_mask": MASK}):
+        net(X, **kwargs)
 
 
 @pytest.mark.parametrize(("notes", "more"), [(LISTED_USES, ""), (LISTED_USES + 1, "  and 1 more, in net.report")])
