@@ -71,7 +71,7 @@ def number_that(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, A
     def check(name: str, value: Any) -> None:
         amount = number(name, value)
         if not holds(amount):
-            raise wrong_value(name, value, "be finite" if math.isinf(amount) else wanted)
+            raise wrong_value(name, value, wanted if math.isfinite(amount) else "be finite")
 
     return check
 
