@@ -310,7 +310,7 @@ def with_patterns(names: Iterable[str], registrations: Iterable[Registration]) -
     """The names of parameters, with those that the names of modules and the patterns with `*` stand for. Names that
     fit none stay, for `check_variables`."""
     owners = [name for registration in registrations for name in registration.owners]
-    return frozenset(n for name in names for n in ([own for own in owners if matches(own, name)] or [name]))
+    return frozenset(n for name in names for n in ([owner for owner in owners if matches(owner, name)] or [name]))
 
 
 def refuse_unfit_patterns(patterns: Iterable[str], registered: Sequence[str], argument: str) -> None:
