@@ -280,7 +280,7 @@ ESTIMATORS: Rows = {
     ),
     "a scale": (lambda: estimated().spectrum(scale=torch.tensor(-1.0)), ValueError, "scale is tensor.*not be negative"),
     "a scale of text": (lambda: estimated().spectrum(scale="a"), ValueError, "scale is 'a'; it must be a number"),
-    "a damping": (lambda: estimated().spectrum(damping=math.nan), ValueError, "damping is nan; it must not be negati"),
+    "a damping": (lambda: estimated().spectrum(damping=math.nan), ValueError, "damping is nan; it must be finite"),
     **{
         f"{count!r} samples": (
             lambda count=count: estimated().spectrum().sample(count), ValueError, "count is .*; .* of samples, at leas",
