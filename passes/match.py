@@ -36,7 +36,7 @@ from .graphs.operations import (
     function_matched,
     op_name,
 )
-from .graphs.spelling import in_pairs, order_operands, respell, subtract_by_adding
+from .graphs.spelling import in_pairs, order_operands, respell, spell_selections, subtract_by_adding
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import LAYERS, Form, Layer
 from .layers.declaration import ROLES, unknown_attribute
@@ -169,6 +169,7 @@ def returned(form: Callable[..., Any], roles: tuple[str, ...], spelled_out: int)
     pure = [node for node in graph.find_nodes(op="placeholder") if node.target in roles]
     functional(graph)
     respell(graph)
+    spell_selections(graph, (), pure)
     subtract_by_adding(graph, (), pure)
     order_operands(graph, (), pure)
     in_pairs(graph, (), pure)
@@ -242,6 +243,7 @@ def lay_over(
         attrs[CASES] = number_of_cases(root, None)
     bound: dict[str, Bound] = {}
     exprs: dict[str, tuple[ParameterExpr, Layout]] = {}
+    role = "bias"
     try:
         if pattern.adds and not form.takes_bias(attrs, binding.order):
             binding.refuse(Mismatch.WHERE, root)
@@ -253,8 +255,11 @@ def lay_over(
             bound[role] = Bound(name, used, canonical)
         for role, expr in binding.exprs.items():
             exprs[role] = expr, form.layout(role, Layout(expr.shape), attrs)
-    except LayerError:  # such as a 3-D weight in a matmul, which is no linear layer
-        binding.refuse(Mismatch.SHAPE, root)
+    except LayerError as error:  # such as a 3-D weight in a matmul, which is no linear layer
+        name = binding.parameters[role][0] if role in binding.parameters else "an expression of parameters"
+        binding.refuse(
+            Mismatch.SHAPE, root, f"its {role} is {name} {list(attrs.get(role) or ())}, and {error}: {LAYOUTS[role]}"
+        )
         return []
     except KeyError as error:
         raise LayerError(f"{pattern.layer.name}: its layout reads {unknown_attribute(error, attrs)}") from error
@@ -359,7 +364,7 @@ class Binding:
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
     mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the
-        pattern that should lie over it.
+        pattern that should lie over it, or words.
     """
 
     pattern: Pattern
@@ -513,8 +518,14 @@ WORDS = {
     Mismatch.LEARNED: "no trainable parameter fills one of its roles at {place}",
     Mismatch.WHERE: "its condition on shapes and settings fails at {place}",
     Mismatch.ITSELF: "a parameter is in two operands of {place}",
-    Mismatch.SHAPE: "a parameter has another shape than its layouts= take at {place}",
+    Mismatch.SHAPE: "{wanted}",
     Mismatch.OUTPUTS: "its bias, as it is laid out, has not one number for each output of its weight at {place}",
+}
+LAYOUTS = {
+    "weight": "write layouts={'weight': 'i -> () i'} in the declaration for a vector of the inputs of one output, "
+    "'o a b -> o (a b)' for outputs with inputs along two dimensions, or another view of it as [outputs, inputs]",
+    "bias": "write layouts={'bias': 'a b -> (a b)'} in the declaration for outputs along two dimensions, or another "
+    "view of it as [outputs]",
 }
 
 
@@ -613,7 +624,7 @@ def failing_condition(binding: Binding) -> str:
     assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
     mismatch, place, wanted = binding.mismatch
     if mismatch in WORDS:
-        return WORDS[mismatch].format(place=place_text(place))
+        return WORDS[mismatch].format(place=place_text(place), wanted=wanted)
     return misfit(wanted, place, binding.pattern)
 
 

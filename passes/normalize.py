@@ -12,6 +12,7 @@ Before                                   After
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
+    w[0], w[:, 0], w a tensor                torch.select(w, 0, 0), torch.select(w, 1, 0)
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
     w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
@@ -33,7 +34,15 @@ from .errors import fatal
 from .graphs.edit import attribute, functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
-from .graphs.spelling import in_pairs, name_axes, order_operands, respell, spell_native, subtract_by_adding
+from .graphs.spelling import (
+    in_pairs,
+    name_axes,
+    order_operands,
+    respell,
+    spell_native,
+    spell_selections,
+    subtract_by_adding,
+)
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
 from .layers.linear import route
@@ -68,6 +77,7 @@ def normalize(program: Program) -> Program:
     sequence(graph)
     spell_native(graph)
     respell(graph)
+    spell_selections(graph, program.parameters)
     shapes_of_computed(graph, program.parameters, program.root)
     broadcast_apart(graph)
     route(graph)

@@ -795,10 +795,12 @@ class CompiledModule(nn.Module):
         It does not record, takes no sample and changes nothing of the model. With several processes it is the Fisher of
         the batch of this one.
 
-        Raises TypeError for a `Batch` or a dict of the arguments instead of these.
+        Raises TypeError for a `Batch` or a dict of the arguments instead of these, InputError for inputs on which the
+        model does not run.
         """
         refuse_batch("net.fisher_product", self.model, inputs)
         kwargs, targets = arguments_of_call(self, inputs, kwargs, targets)
+        self.recorder(inputs, kwargs)  # says now that the model does not run on these, and not at the first product
 
         def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
             outputs, fisher = self.functional(parameters, inputs, kwargs)

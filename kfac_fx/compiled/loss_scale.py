@@ -63,6 +63,7 @@ from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, address, same_random
+from kfac_fx.recording.model_checks import names_of_arguments, required_arguments
 from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
@@ -76,12 +77,12 @@ LEFT_OUT = (
     "are of {kind} that are not trained. {}"
 )
 IF_PADDING = (
-    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
+    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda {}: {} != 0. "
     "An argument of forward that is named, as in padding_mask='mask', must be in every call. Else"
 )
 IF_MASKED = (
     "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "
-    "position has none: padding_mask=lambda ids: (ids != 0) & F.pad(ids[:, 1:] != 0, (0, 1), value=True). Else"
+    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True). Else"
 )
 HOW_TO_LEAVE_OUT = (
     "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
@@ -251,13 +252,13 @@ def parts_of_others(
     return lines
 
 
-def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
+def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, if_padding: str) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     With two classes every gradient fits a target and some weight, so only cases that are left out are told.
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
-        finite. has_mask: whether there is a padding mask.
+        finite. if_padding: see `words_of_padding`.
     """
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 2 or not fits:
@@ -284,7 +285,7 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has
         return []
     lines = []
     if left_out > SMALL * cases:
-        remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
+        remedy = HOW_TO_LEAVE_OUT.format(if_padding)
         lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
     if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
@@ -353,6 +354,14 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     return (zero, rows) if bool(trained.any()) else (0, rows)
 
 
+def words_of_padding(recorder: Recorder) -> str:
+    """The sentences about cases that may be padding, with the arguments that forward gets."""
+    given = {*required_arguments(recorder.model), *(str(node.target) for node in recorder.program.inputs)}
+    names = [name for name in names_of_arguments(recorder.model) if name in given] or ["ids"]
+    ids, arguments = names[0], ", ".join(names)
+    return (IF_PADDING if recorder.program.mask is None else IF_MASKED).format(arguments, ids, ids)
+
+
 def are_ragged(trained: Tensor) -> bool:
     """Whether the cases of [cases, positions] are trained at first positions only, or at last ones, of which some cases
     have more than others. Two positions do not tell it: one of them is the first."""
@@ -363,7 +372,7 @@ def are_ragged(trained: Tensor) -> bool:
     return trained.shape[1] > RESIDUALS and bool(is_part.any()) and differs and ordered
 
 
-def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
+def lines_of_rows(reached: Reached, if_padding: str) -> list[str]:
     """The line of the warning about rows that the trained loss leaves out; see `rows_left_out`."""
     loss, spec = reached.loss, reached.spec
     left_out, rows = rows_left_out(loss, reached.weight, reached.gradient)
@@ -372,7 +381,7 @@ def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
     of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
     others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
     written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
-    remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(IF_MASKED if has_mask else IF_PADDING, written)
+    remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(if_padding, written)
     dims = loss.inputs.dim()
     kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
     return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
@@ -1383,13 +1392,13 @@ def check_scale(
             known = value if value is not None and len(of_losses) == 1 else seen
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
-            has_mask = used[0].recorder.program.mask is not None if used else False
+            if_padding = words_of_padding(used[0].recorder) if used else ""
             # The report tells the weights in a loss that forward computes.
             declared = len(of_losses) == 1 and used[0].recorder.loss is not None
             lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)
             for reach in reached:
-                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
-                lines += lines_of_rows(reach, has_mask)
+                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, if_padding)
+                lines += lines_of_rows(reach, if_padding)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
                 lines += unread

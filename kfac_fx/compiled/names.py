@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, fx, nn
 
+from kfac_fx.fisher.spectrum import matches
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim, with_mask
 from kfac_fx.passes.complex_parameters import original
@@ -303,6 +304,13 @@ def check_variables(
             ]
     if wrong:
         raise RegistrationError(f"`{argument}` does not fit the registrations:\n{table(sorted(wrong))}")
+
+
+def with_patterns(names: Iterable[str], registrations: Iterable[Registration]) -> frozenset[str]:
+    """The names of parameters, with those that the names of modules and the patterns with `*` stand for. Names that
+    fit none stay, for `check_variables`."""
+    owners = [name for registration in registrations for name in registration.owners]
+    return frozenset(n for name in names for n in ([owner for owner in owners if matches(owner, name)] or [name]))
 
 
 def refuse_unfit_patterns(patterns: Iterable[str], registered: Sequence[str], argument: str) -> None:

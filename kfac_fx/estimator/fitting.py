@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
-from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.compiled.names import check_variables, refuse_other_variables, with_patterns
 from kfac_fx.compiled.report import factor_dtype, fold
 from kfac_fx.estimator.batches import (
     NO_DATA,
@@ -570,10 +570,9 @@ def fit_spectrum(
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         measurement: whose gradient the correction squares instead of the loss's, such as a loss outside of forward; see
             `ModelSpectrum.correct`. The factors, and so the eigenvectors, are those of the model's distribution.
-        variables: the names of the parameters to fit, None for all. Parameters that share a block must be named
-            together.
-        parts: how many parts of about equal memory, or the names of the parameters of every part, which are all that
-            are fitted.
+        variables: the parameters to fit, None for all: names of parameters, of modules with parameters, or patterns
+            with `*`. Parameters that share a block must be named together.
+        parts: how many parts of about equal memory, or such names for every part, which are all that are fitted.
         memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
         folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
             are not computed again; the loss, the weights, the first batch and the number of batches must be those of
@@ -644,7 +643,7 @@ def fit_spectrum(
     fitted = net.registrations
     lost = without_loss(recorder.program)
     if variables is not None:
-        wanted = frozenset(variables)
+        wanted = with_patterns(variables, fitted)
         check_variables(wanted, fitted, lost=lost)
         fitted = tuple(block for block in fitted if block.owners[0] in wanted)
     elif lost:
@@ -1063,7 +1062,7 @@ def chosen_parts(
     `memory`; ValueError for a number of parts below 1.
     """
     if not isinstance(parts, int):
-        named = [frozenset(names) for names in parts]
+        named = [with_patterns(names, registrations) for names in parts]
         for names in named:
             check_variables(names, registrations, "parts")
         if twice := sorted(name for name in frozenset().union(*named) if sum(name in names for names in named) > 1):

@@ -153,6 +153,7 @@ def check_amount(name: str, value: Any) -> None:
         not_negative(name, value)
 
 
+MISSING = "is missing"
 Amount = float | Tensor | Relative
 Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
 
@@ -207,9 +208,11 @@ class Spectrum:
             if absent and len(absent) < len(names):
                 wrong.append((repr(names), f"is one block, of which {', '.join(absent)} has no damping"))
             elif absent:
-                wrong.append((repr(names), "is missing"))
+                wrong.append((repr(names), MISSING))
         if wrong:
-            raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")
+            missing = any(words == MISSING for _, words in wrong)
+            rest = '\nGive the rest one damping by the pattern "*", as in {"fc.*": 0.1, "*": 0.01}.' if missing else ""
+            raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}{rest}")
 
     def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Self:
         """The same spectrum with another s or δ, without a decomposition."""

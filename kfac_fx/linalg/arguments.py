@@ -71,7 +71,10 @@ def number_that(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, A
     def check(name: str, value: Any) -> None:
         amount = number(name, value)
         if not holds(amount):
-            raise wrong_value(name, value, "be finite" if math.isinf(amount) else wanted)
+            not_a_number = (
+                math.isnan(amount) and wanted == "not be negative"
+            )  # which it is not; the other words are true
+            raise wrong_value(name, value, "be finite" if math.isinf(amount) or not_a_number else wanted)
 
     return check
 

@@ -22,6 +22,7 @@ from kfac_fx.passes.matrix import precise, real_numbers
 
 Write = Callable[[Mapping[str, float], int], object]
 WRITTEN = "write(values, step), as in write=lambda values, step: numbers.update(values) for a dict"
+SHOWN = 8  # values in a text
 CONDITION = ("largest", "each", None)
 
 
@@ -118,6 +119,14 @@ class Metrics:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def __repr__(self) -> str:
+        """`Metrics(step 200: lr/0 1, norm/gradient 0.0312, ...)`: the last values, and the number of those left out."""
+        if not self.values:
+            return f"Metrics(no values before step {self.every})"
+        shown = [f"{name} {value:.3g}" for name, value in [*self.values.items()][:SHOWN]]
+        more = len(self.values) - len(shown)
+        return f"Metrics(step {self.step}: {', '.join(shown)}{f', and {more} more in .values' if more > 0 else ''})"
 
     def __enter__(self) -> Self:
         return self

@@ -93,7 +93,6 @@ from kfac_fx.recording.model_checks import (
     NAMED_BY_MAPPING,
     Structure,
     Trained,
-    dtypes_noted,
     how_to_call,
     how_to_give_examples,
     how_to_give_labels,
@@ -101,6 +100,7 @@ from kfac_fx.recording.model_checks import (
     misfit_of_call,
     not_running,
     of_derivatives,
+    own_errors_told,
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
@@ -750,7 +750,7 @@ class CaptureCache:
             CAPTURING,
             self.trained.in_captures(),
             working(what),
-            dtypes_noted(self.model, self.structure.parameters, args, kwargs, first=self.first is None),
+            own_errors_told(self.model, self.structure.parameters, args, kwargs, first=self.first is None),
         ):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None

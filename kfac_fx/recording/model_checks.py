@@ -216,14 +216,14 @@ BEYOND_A_TABLE = (
 
 
 @contextmanager
-def dtypes_noted(
+def own_errors_told(
     model: nn.Module, parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], first: bool
 ) -> Iterator[None]:
-    """Adds a note to the error of a forward whose inputs have other floating dtypes than the parameters, because
-    torch's words for that name two tensors inside the model.
+    """Raises InputError for an error of the model's own forward or gradient whose cause is known: inputs of other
+    dtypes than the parameters, or a derivative that lacks create_graph=True. torch's words name neither.
 
-    first: no call was captured before, as with example inputs, so that the error of the model's own forward becomes an
-        InputError, as it does for inputs of a wrong shape. So does that of an index beyond a table.
+    first: no call was captured before, as with example inputs, so that every other error of the model's own forward
+        becomes an InputError, too, as for inputs of a wrong shape or an index beyond a table.
     """
     try:
         yield
@@ -232,22 +232,43 @@ def dtypes_noted(
             raise InputError(f"{not_running(model, error)}\n{BEYOND_A_TABLE}") from error
         raise
     except (RuntimeError, ValueError) as error:
-        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        of_inputs, of_parameters = (
-            {tensor.dtype for tensor in of if tensor.is_floating_point()} for of in (tensors, parameters)
-        )
-        autocast = any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors)
-        if not autocast and of_inputs and len(of_parameters) == 1 and of_inputs != of_parameters:
-            (dtype,) = of_parameters
-            written = {torch.float32: "float()", torch.float64: "double()"}.get(dtype, f"to({dtype})")
-            words = (
-                f"The parameters have the dtype {dtype}, and the inputs {', '.join(sorted(map(str, of_inputs)))}. If "
-                f"that is not meant, write x.{written} of the inputs, or convert the model before it is compiled."
-            )
-            if first and of_own_forward(error):
-                raise InputError(f"{not_running(model, error)}\n{words}") from error
+        own = of_own_forward(error)
+        if constants := [note for note in getattr(error, "__notes__", ()) if LACKS_GRAPH in note]:
+            no_gradient = f"{class_of(model).__name__} runs on these inputs, and its outputs have no gradient."
+            raise InputError(f"{not_running(model, error) if own else no_gradient}\n{constants[0]}") from error
+        if words := of_other_dtypes(parameters, args, kwargs, error):
             error.add_note(words)
+        if own and (words or first):
+            raise InputError(f"{not_running(model, error)}\n{words or what_to_correct(model, error)}") from error
         raise
+
+
+def of_other_dtypes(
+    parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
+) -> str:
+    """The line of an error of forward about inputs whose dtype is not that of the parameters; empty if they have it.
+
+    Inputs of integers are often meant, so they are told only where the error is about dtypes.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    of_parameters = {tensor.dtype for tensor in parameters if tensor.is_floating_point()}
+    if len(of_parameters) != 1 or any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
+        return ""
+    (dtype,) = of_parameters
+    others = {tensor.dtype for tensor in tensors} - of_parameters
+    floating = {other for other in others if other.is_floating_point}
+    if not (told := floating or (others if any(text in str(error) for text in OF_DTYPES) else floating)):
+        return ""
+    written = {torch.float32: "float()", torch.float64: "double()"}.get(dtype, f"to({dtype})")
+    have = f"{HAVE_DTYPE} {dtype}, and the inputs {', '.join(sorted(map(str, told)))}"
+    if not floating:
+        return f"{have}: write x.{written} of the inputs."
+    return f"{have}. If that is not meant, write x.{written} of the inputs, or convert the model before it is compiled."
+
+
+HAVE_DTYPE = "The parameters have the dtype"
+# what torch's errors about two dtypes say
+OF_DTYPES = ("same dtype", "should be the same", "expected scalar type", "not implemented for")
 
 
 def of_own_forward(error: Exception) -> bool:
@@ -325,11 +346,12 @@ class ConstantDerivatives(TorchFunctionMode):
         lines = list(dict.fromkeys(self.lines))
         many = f"derivative at {lines[0]} has" if len(lines) == 1 else f"derivatives at {listed(lines)} have"
         return (
-            f"The {many} no create_graph=True, so the result is a constant, and the graph is freed: write "
+            f"The {many} {LACKS_GRAPH}, and the graph is freed: write "
             "torch.autograd.grad(..., create_graph=True) in every derivative that forward takes."
         )
 
 
+LACKS_GRAPH = "no create_graph=True, so the result is a constant"
 WITHOUT_GRADIENT = "does not require grad"
 OF_CONSTANTS = (WITHOUT_GRADIENT, "backward through the graph a second time")
 
@@ -337,9 +359,15 @@ OF_CONSTANTS = (WITHOUT_GRADIENT, "backward through the graph a second time")
 @contextmanager
 def call_noted(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Adds a note to the error of a call that does not fit the arguments of forward, and to that of a forward that
-    takes derivatives and runs without gradients, as in an evaluation."""
+    takes derivatives and runs without gradients, as in an evaluation. Inputs of other dtypes raise the model's own
+    error in a call, as without the library."""
     try:
         yield
+    except InputError as error:
+        own = error.__cause__
+        if isinstance(own, RuntimeError) and any(HAVE_DTYPE in note for note in getattr(own, "__notes__", ())):
+            raise own from None
+        raise
     except TypeError as error:
         if wrong := misfit_of_call(model, args, kwargs):
             error.add_note(f"This call does not fit {wrong}. {how_to_call(model, args, kwargs)}")

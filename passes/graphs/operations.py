@@ -115,6 +115,13 @@ def returns_view(name: str) -> bool:
     return any(first and result and not first.is_write for first, result in pairs)
 
 
+@cache
+def returns_one(name: str) -> bool:
+    """Whether the schemas of an ATen operation say that it returns one tensor."""
+    returns = [[str(result.type) for result in schema(overload).returns] for overload in overloads(name)]
+    return bool(returns) and all(types == ["Tensor"] for types in returns)
+
+
 def overloads(name: str) -> list[OpOverload]:
     """The overloads of the ATen operation of this name; none if there is no such operation."""
     packet = getattr(torch.ops.aten, name, None)

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from .. import torch_private
 from ..torch_private import STACK_LEVEL, OpOverload, schema
 from .labels import Label, labels
-from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads
+from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads, returns_one
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum"}
 ATTRIBUTE_OF = {name: name for name in ("real", "imag", "mT", "mH")} | {
@@ -238,6 +238,43 @@ def without_defaults(arguments: list[Any], args: list[Any]) -> tuple[Any, ...]:
 
 def has_default(argument: Any, value: Any) -> bool:
     return bool(argument.has_default_value()) and not isinstance(value, fx.Node) and value == argument.default_value
+
+
+def spell_selections(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
+    """`w[0]`, `w[:, 0]`, `w[1, 2]` -> `torch.select(w, 0, 0)`, `torch.select(w, 1, 0)`, a selection of a selection, as
+    torch.export writes a tensor that integers index. Lists and tuples are indexed by an integer, too: these stay.
+    """
+    names, tensors = set(parameters), set(pure)
+    for node in graph.nodes:
+        called = node.op in ("call_function", "call_method") and op_name(node) != "getitem"
+        is_parameter = node.op == "get_attr" and node.target in names
+        if is_parameter or isinstance(node.meta.get("val"), Tensor) or (called and returns_one(op_name(node))):
+            tensors.add(node)
+        places = selected(node.args[1]) if op_name(node) == "getitem" and len(node.args) == 2 else []
+        operand: Any = node.args[0] if places else None
+        if not isinstance(operand, fx.Node) or not (isinstance(node.args[1], tuple) or operand in tensors):
+            continue
+        for dim, place in places[:-1]:
+            with graph.inserting_before(node):
+                inner = graph.call_function(torch.select, (operand, dim, place))
+            inner.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            if isinstance(operand.meta.get("val"), Tensor):
+                inner.meta["val"] = operand.meta["val"].select(dim, place)
+            operand = inner
+        node.op, node.target, node.args = "call_function", torch.select, (operand, *places[-1])
+        tensors.add(node)
+
+
+def selected(index: Any) -> list[tuple[int, int]]:
+    """(a dimension of what the selections before leave, the place on it) of every integer of an index; none for an
+    index that has other parts than integers and whole dimensions."""
+    places: list[tuple[int, int]] = []
+    for number, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if isinstance(part, int) and not isinstance(part, bool):
+            places.append((number - len(places), part))
+        elif part != slice(None):
+            return []
+    return places
 
 
 def spell_einsum(node: fx.Node) -> None:

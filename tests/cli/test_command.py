@@ -99,7 +99,11 @@ def test_a_part_may_be_in_percent(text: str, value: float) -> None:
 
 def test_inputs_of_another_type_than_the_model_takes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "report", "cli_models:linear", "--input", "4,5:int64")
-    assert status == 1 and "Linear itself does not run on these inputs" in err
+    assert (
+        status == 1
+        and "Linear does not run on these inputs" in err
+        and err.endswith("write x.float() of the inputs.\n")
+    )
 
 
 def test_an_interrupted_command_has_the_shells_status(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -255,3 +256,63 @@ def test_a_difference_in_a_form_is_that_of_the_graph() -> None:
     for inputs in ((torch.randn(4, 5),), ()):
         program = match(before("match", model, *inputs, layers=[squared]))
         assert "squared" in [use.layer for use in program.matches]
+
+
+class Taps(nn.Module):
+    """A filter with two taps, whose weight is read by integer indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[0] * x + self.weight[1] * torch.roll(x, 1, -1)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.randn(4, 6),)], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, *, weight: weight[0] * x + weight[1] * torch.roll(x, 1, -1),
+        lambda x, *, weight: weight.select(0, 0) * x + weight.select(0, 1) * torch.roll(x, 1, -1),
+    ],
+    ids=["index", "select"],
+)
+def test_a_form_that_reads_its_weight_by_integers_matches_in_both_graphs(form: Any, inputs: tuple[Tensor, ...]) -> None:
+    """A form with `weight[0]` matched without example inputs only, and one with `select` with them only."""
+    taps = layer(
+        rows=lambda x, attrs: torch.stack([x, torch.roll(x, 1, -1)], -1),
+        grad_rows=lambda dy, attrs: dy.unsqueeze(-1),
+        layouts={"weight": "i -> () i"},
+        example=lambda: (Taps(), torch.randn(4, 6)),
+        name="taps",
+    )(form)
+    program = before("check", nn.Sequential(Taps(), nn.Linear(6, 2)), *inputs, layers=[taps])
+    assert {use.layer for registration in program.registrations for use in registration.uses} == {"taps", "linear"}
+
+
+@pytest.mark.parametrize("layouts", [None, {"weight": "o i k -> o (i k)"}], ids=["without", "another"])
+def test_a_parameter_that_a_layout_does_not_fit_is_told_with_what_to_write(layouts: dict[str, str] | None) -> None:
+    """The message named neither the parameter nor its shape, and its place twice."""
+
+    @layer(
+        rows=lambda x, attrs: x,
+        grad_rows=lambda dy, attrs: dy.unsqueeze(-1),
+        layouts=layouts,
+        example=lambda: (nn.Identity(), torch.randn(4, 6)),
+    )
+    def rolled(x: Any, *, weight: Any) -> Any:
+        return torch.roll(x, 1, -1) * torch.cumsum(weight, 0)
+
+    class Rolled(Taps):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.roll(x, 1, -1) * torch.cumsum(self.weight, 0)
+
+    program = before("resolve", Rolled(), torch.randn(4, 2), layers=[rolled])
+    of_layout = "'o i -> o i' has 2 axes" if layouts is None else "'o i k -> o (i k)' has 3 axes"
+    assert re.fullmatch(
+        rf"at mul \(test_match\.py:\d+\), its weight is weight \[2\], and layout {re.escape(of_layout)}, the parameter "
+        r"has shape \[2\]: write layouts=\{'weight': 'i -> \(\) i'\} in the declaration for a vector of the inputs of "
+        r"one output, .*",
+        program.nowhere["rolled"],
+    )

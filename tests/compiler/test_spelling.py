@@ -57,6 +57,46 @@ def last(function: Callable[[Any], Any], *inputs: Tensor) -> tuple[Any, tuple[An
     return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in args), dict(kwargs)
 
 
+CUBE = torch.randn(3, 4, 5)
+
+
+class Indexed(nn.Module):
+    """A model that reads its parameter at an index."""
+
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+        self.weight, self.index = nn.Parameter(CUBE.clone()), index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * self.weight[self.index]
+
+
+@pytest.mark.parametrize("index", [0, -1, (0, 1), (slice(None), 2), (slice(None), -1, 3), (1, 2, 3)], ids=str)
+def test_a_selection_has_one_spelling_in_both_graphs(index: Any) -> None:
+    """An integer index was `getitem` without example inputs, and `select` with them."""
+    calls: list[list[Any]] = []
+    for inputs in (None, (X,)):
+        graph = normalize(trace_model(Indexed(index), inputs).program).graph
+        node: Any
+        (node,) = (node.args[1] for node in graph.nodes if op_name(node) == "mul")
+        chain: list[Any] = []
+        calls.append(chain)
+        while node.op != "get_attr":
+            chain.insert(0, (node.target, *node.args[1:]))
+            node = node.args[0]
+        value: Any = CUBE
+        for target, dim, place in chain:
+            assert target is torch.select
+            value = torch.select(value, dim, place)
+        assert torch.equal(value, CUBE[index])
+    assert calls[0] == calls[1]
+
+
+def test_an_index_of_a_list_is_no_selection() -> None:
+    first = before("find_losses", Toy(lambda x: torch.chunk(x, 2)[0] + x.split(2)[1] + x.max(1)[0].sum())).graph
+    assert [op_name(node) for node in first.nodes].count("getitem") == 3
+
+
 def reduced(name: str) -> list[Callable[[Any], Any]]:
     """The spellings of a reduction along the last dimension."""
     return [

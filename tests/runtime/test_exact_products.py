@@ -350,3 +350,11 @@ def test_a_product_captures_a_call_that_was_not_captured(captured: str) -> None:
     expected = kfac_fx.compile(model, (x,), loss="categorical").fisher_product(x)
     vector = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
     torch.testing.assert_close(net.fisher_product(x)(vector), expected(vector), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.randn(4, 9), [torch.randn(4, 8)]], ids=["None", "wide", "a loader"])
+def test_a_product_of_inputs_on_which_the_model_does_not_run_is_refused_at_once(wrong: Any) -> None:
+    """The first product said so."""
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(8, 3)), (torch.randn(4, 8),), loss="categorical")
+    with pytest.raises(kfac_fx.InputError, match="does not run on these inputs"):
+        net.fisher_product(wrong)

@@ -287,6 +287,15 @@ def test_pieces_with_commas_in_their_names_are_loaded(tmp_path: Path) -> None:
     assert same(kfac_fx.load_spectrum(net, tmp_path, damping=0.1), spectrum)
 
 
+def test_variables_and_parts_are_patterns_and_modules_as_those_of_part() -> None:
+    net, batches = net_and_data()
+    names = ["up.weight", "up.bias", "down.weight", "down.bias"]
+    wanted = fit_spectrum(net, batches, variables=names)
+    assert same(fit_spectrum(net, batches, variables=["up", "down.*"], parts=[["up.*"], ["down"]]), wanted)
+    with pytest.raises(RegistrationError, match=r"`variables` does not fit .*\n  upp\.\*  is registered nowhere\."):
+        fit_spectrum(net, batches, variables=["upp.*"])
+
+
 def test_wrong_parts_and_batches_are_refused() -> None:
     net, batches = net_and_data()
     with pytest.raises(ValueError, match=r"parts must be at least 1, got 0"):

@@ -415,3 +415,14 @@ def test_all_wrong_arguments_are_named_at_once() -> None:
         with pytest.raises(ValueError, match="every must be a positive integer"):
             Metrics(opt, every=every)  # type: ignore[arg-type]
     assert opt.phases.readers == 0
+
+
+def test_the_text_of_metrics_has_the_step_and_the_first_values() -> None:
+    net = compile(nn.Linear(3, 2), (torch.randn(4, 3),), loss="categorical")
+    optimizer = KFAC(net, lr=0.1)
+    metrics = Metrics(optimizer, every=2)
+    assert repr(metrics) == "Metrics(no values before step 2)"
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(net(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])).backward()
+        optimizer.step()
+    assert re.fullmatch(r"Metrics\(step 2: (\S+ \S+, ){8}and \d+ more in \.values\)", repr(metrics))

@@ -261,6 +261,12 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
     est = exact(mixed(), batch())
     with pytest.raises(ValueError, match=r"^damping is -1; it must not be negative$"):
         est.spectrum(damping=-1)
+    with pytest.raises(ValueError, match=r"^damping is nan; it must be finite$"):
+        est.spectrum().at(damping=float("nan"))
+    with pytest.raises(
+        RegistrationError, match=r'is missing\nGive the rest one .* as in \{"fc\.\*": 0\.1, "\*": 0\.01\}'
+    ):
+        est.spectrum().at(damping={"0.*": 0.1})
     with pytest.raises(ValueError, match=r"^scale is -2\.0; it must not be negative$"):
         est.spectrum().at(scale=-2.0)
     one = next(iter(est.blocks))

@@ -280,7 +280,7 @@ ESTIMATORS: Rows = {
     ),
     "a scale": (lambda: estimated().spectrum(scale=torch.tensor(-1.0)), ValueError, "scale is tensor.*not be negative"),
     "a scale of text": (lambda: estimated().spectrum(scale="a"), ValueError, "scale is 'a'; it must be a number"),
-    "a damping": (lambda: estimated().spectrum(damping=math.nan), ValueError, "damping is nan; it must not be negati"),
+    "a damping": (lambda: estimated().spectrum(damping=math.nan), ValueError, "damping is nan; it must be finite"),
     **{
         f"{count!r} samples": (
             lambda count=count: estimated().spectrum().sample(count), ValueError, "count is .*; .* of samples, at leas",
@@ -615,6 +615,28 @@ def test_an_error_of_other_dtypes_says_which_they_are() -> None:
     with pytest.raises(UntraceableError) as other:
         kfac_fx.compile(mlp(), (X[:, :3],), loss="categorical")
     assert not hasattr(other.value, "__notes__")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize("example", [True, False], ids=["captured", "symbolic"])
+def test_a_batch_of_another_dtype_is_refused_by_every_query_as_one_of_another_shape(
+    dtype: torch.dtype, example: bool
+) -> None:
+    """torch's words passed through all that take a batch after the first capture."""
+    net = kfac_fx.compile(mlp().eval(), (X,) if example else None, loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [(X, torch.zeros(len(X), dtype=torch.int64))], damping=0.1)
+    wrong, labels = X.to(dtype), torch.zeros(len(X), dtype=torch.int64)
+    queries: list[Callable[[], object]] = [
+        lambda: kfac_fx.fit_spectrum(net, [(wrong, labels)]),
+        lambda: spectrum.self_scores((wrong, labels)),
+        lambda: spectrum.precondition((wrong, labels)),
+        lambda: spectrum.functional_variance(wrong),
+        lambda: kfac_fx.compile(mlp(), (wrong,), loss="categorical"),
+    ]
+    for query in queries:
+        with pytest.raises(InputError, match=r"the inputs torch\.\w+.*\bwrite x\.float\(\) of the inputs") as error:
+            query()
+        assert "The error is of 0, which got [" in str(error.value)
 
 
 def test_example_inputs_of_another_dtype_are_refused_as_those_of_another_shape() -> None:

@@ -216,8 +216,8 @@ SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); el
 LEFT_OUT = (
     "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
     "are of cases that are not trained. If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in "
-    "padding_mask=lambda ids: ids != 0. An argument of forward that is named, as in padding_mask='mask', must be in "
-    "every call. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
+    "padding_mask=lambda input: input != 0. An argument of forward that is named, as in padding_mask='mask', must be "
+    "in every call. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
     "these cases, or (losses * mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they "
     "are the same in every batch, as the nodes of a graph without labels or all tokens but the last, name the outputs "
     "of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
@@ -831,8 +831,8 @@ def left_out(number: int, of: int, part: str, kind: str, loss: str) -> str:
     return (
         f"the trained loss leaves out {number} of {of} {kind}, whose gradient is zero, and the factors have them: "
         f"{part} of their sums are of {kind} that are not trained. If they are padding, name it with "
-        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. An argument of forward that is "
-        "named, as in padding_mask='mask', must be in every call. Else let forward compute the "
+        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda input: input != 0. An argument of forward that "
+        "is named, as in padding_mask='mask', must be in every call. Else let forward compute the "
         'loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they are the same in every '
         f"batch, name the outputs of the others: loss=lambda outputs: {WRITTEN[loss]}.\n{loss_scale.WHY}"
     )
@@ -1834,3 +1834,31 @@ def test_an_output_of_many_cases_that_no_loss_reads_is_told(monkeypatch: pytest.
     net = kfac_fx.compile(OneHead(lambda h, z: (z[:, :4], z[:, 4:])), (X,), loss=of_classes)
     (text,) = in_steps(net, trained_with(3.0), X)
     assert "which no registered loss reads" in text
+
+
+class Tokens(nn.Module):
+    """Takes two arguments of other names than those of examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 5)
+
+    def forward(self, input_ids: Tensor, segments: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.table(input_ids) + self.table(segments)))
+        return out
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_mask_that_a_warning_writes_takes_the_arguments_of_forward(by_name: bool) -> None:
+    """It was `lambda ids: ids != 0` for every model, which the next call refused."""
+    ids = torch.randint(1, 20, (8, 6))
+    ids[:, 4:] = 0
+    targets = torch.where(ids > 0, ids % 5, -100)
+    args, kwargs = ((), {"input_ids": ids, "segments": ids}) if by_name else ((ids, ids), {})
+    net = kfac_fx.compile(Tokens(), args, kwargs, loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1)
+    with pytest.warns(LossScaleWarning, match=r"padding_mask=lambda input_ids, segments: input_ids != 0\. "):
+        F.cross_entropy(net(*args, **kwargs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    masked = kfac_fx.compile(Tokens(), args, kwargs, padding_mask=lambda input_ids, segments: input_ids != 0)
+    assert masked.program.mask is not None
