@@ -384,14 +384,17 @@ def counts_left_out(way: Way) -> bool:
 def averages_cases(way: Way) -> bool:
     """Whether a mean on a way is over the cases of a batch: forward divides each by a number of its own, [cases], as by
     the number of positions that a mask keeps."""
-    operands = [node.args[1] for node in way.nodes[1:] if op_name(node) == "div"]
-    values = [operand.meta.get("val") for operand in operands if isinstance(operand, fx.Node)]
-    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor) and value.dim()]
-    return any(not is_one(shape[0]) and all(map(is_one, shape[1:])) for shape in shapes)
+    quotients = [node.args[:2] for node in way.nodes[1:] if op_name(node) == "div"]
+    values = [[n.meta.get("val") for n in operands if isinstance(n, fx.Node)] for operands in quotients]
+    return any(len(pair) == 2 and is_by_case(*pair) for pair in values)
 
 
-def is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
+def is_by_case(dividend: Any, divisor: Any) -> bool:
+    """Whether a divisor has one number for each case of the dividend, [cases] or [cases, 1, ...]."""
+    if not (isinstance(dividend, Tensor) and isinstance(divisor, Tensor)) or not dividend.dim() == divisor.dim() > 0:
+        return False
+    (cases, *others), (same, *_) = (tuple(map(str, tensor.shape)) for tensor in (divisor, dividend))
+    return cases == same and all(size == "1" for size in others)  # text, because sizes may be symbols
 
 
 # --- what else is in a returned loss ----------------------------------------------------------------------------------

@@ -352,7 +352,7 @@ class ObservedLoss:
         divisor: the number that the returned loss divides it by; None: there is no way between.
         divided: whether that is a division, and no factor 1 / n.
         number: of the loss among those that Python computed in the run.
-        counts_left_out: see `passes.losses.counts_left_out`.
+        counts_left_out, averages_cases: see `passes.losses`.
     """
 
     loss: str
@@ -370,6 +370,7 @@ class ObservedLoss:
     divided: bool = True
     number: int = 0
     counts_left_out: bool = False
+    averages_cases: bool = False
 
 
 FoundLoss = LossSite | ObservedLoss

@@ -42,6 +42,7 @@ from kfac_fx.passes.divide import (
 )
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import ROW_MASK, Dims, Program
+from kfac_fx.passes.losses import is_by_case
 from kfac_fx.passes.matrix import complex_numbers
 from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.submodules import graph_of
@@ -99,15 +100,19 @@ class LossWatch(TorchFunctionMode):
 
     Attributes:
         has_gradients: whether one of them has a gradient of its own.
+        by_case: the steps of autograd behind them that divide each case by a number of its own.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[ObservedLoss] = []
+        self.by_case = set[Any]()
         self.paused = self.has_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.losses and not self.paused and divides_cases(result, args):
+            self.by_case.add(result.grad_fn)
         if not self.paused and func in LOSSES and torch.is_grad_enabled():
             bound, loss = inspect.signature(func).bind(*args, **(kwargs or {})), LOSSES[func]
             bound.apply_defaults()
@@ -127,6 +132,12 @@ class LossWatch(TorchFunctionMode):
                 )
             )
         return result
+
+
+def divides_cases(result: Any, args: Sequence[Any]) -> bool:
+    """Whether a result of torch is the quotient of a tensor and of one number a case."""
+    step = result.grad_fn if isinstance(result, Tensor) else None
+    return step is not None and operation(step) == "Div" and len(args) > 1 and is_by_case(*args[:2])
 
 
 def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
@@ -170,18 +181,21 @@ def weighed(returned: Any, watch: LossWatch, before: Sequence[ObservedLoss] | No
     for loss in (losses[number] for number in sorted(used)):
         weights: Tensor | float = 1.0
         linear = elementwise = divided = True
-        selects, divisor = False, None
+        selects, by_case, divisor = False, False, None
         if len(roots) > 1 or loss.result is not roots[0]:
             ones = [torch.ones_like(root) for root in roots]
             (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
-            linear, elementwise, divided, selects = way_back(roots, loss.result)
+            linear, elementwise, divided, selects, between = way_back(roots, loss.result)
+            by_case = not between.isdisjoint(watch.by_case)
             divisor = inverse_weight(weights, divided) if weights.numel() else None
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
         weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor, divided=divided)
-        counts_left_out = not (divided or selects)
-        found.append(replace(weighted, linear=linear, elementwise=elementwise, counts_left_out=counts_left_out))
+        by_all = divisor is not None and bool(divisor.round() == loss.result.numel())
+        counted = (by_all or not divided) and not selects
+        weighted = replace(weighted, counts_left_out=counted, averages_cases=by_case)
+        found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
 
 
@@ -216,9 +230,10 @@ def operation(step: Any) -> str:
     return name.removesuffix("Backward")
 
 
-def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool, bool]:
+def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool, bool, set[Any]]:
     """(whether the roots are linear in the result, whether all operations between act on single elements, or are
-    linear, whether one of them is a division, whether one selects elements): by the names that autograd has for them.
+    linear, whether one of them is a division, whether one selects elements, these operations): by the names that
+    autograd has for them.
     """
     target, order, seen, stack = result.grad_fn, list[Any](), set[Any](), [(root.grad_fn, False) for root in roots]
     while stack:
@@ -239,7 +254,7 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool,
             linear = linear and its_linear
             elementwise = elementwise and (its_linear or name in SMOOTH | {"Mul", "Div"})
             names.add(name)
-    return linear, elementwise, "Div" in names, not names.isdisjoint(SELECTS)
+    return linear, elementwise, "Div" in names, not names.isdisjoint(SELECTS), between
 
 
 def source_of_piece(tensor: Tensor) -> Any:

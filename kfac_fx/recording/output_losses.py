@@ -497,13 +497,13 @@ class OutputLosses:
         """
         first = next(iter(self.emitted.loss_sites), None) if self.given is None and self.is_mean else None
         if isinstance(first, ObservedLoss):
-            counted = first.counts_left_out
+            counted, by_case = first.counts_left_out, first.averages_cases
         elif first is None or first.way is None:
-            counted = False
-        elif examples is not None and averages_cases(first.way):
-            return examples
+            counted = by_case = False
         else:
-            counted = counts_left_out(first.way)
+            counted, by_case = counts_left_out(first.way), averages_cases(first.way)
+        if by_case and examples is not None:
+            return examples
         if first is None or first.reduction == "mean" or not counted:
             return self.cases(losses)
         pieces = zip(self.emitted.loss_sites, losses, strict=True)
