@@ -172,17 +172,42 @@ def test_the_value_of_squared_errors_of_several_outputs_is_known() -> None:
     torch.testing.assert_close(batch.change(batch.at(here), batch.at(there)), expected.detach())
 
 
+def squares(outputs: Tensor, part: slice) -> Tensor:
+    return (outputs - VALUES)[:, part].square().sum(1).mean()
+
+
+PARTS: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
+    (
+        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Normal(outputs[:, 2:])],
+        lambda outputs: squares(outputs, slice(0, 4)),
+    ),
+    (
+        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Categorical(outputs[:, 2:])],
+        lambda outputs: squares(outputs, slice(0, 2)) + F.cross_entropy(outputs[:, 2:], CLASSES % 2),
+    ),
+    (lambda outputs: losses.Normal(outputs[:, :2]), lambda outputs: squares(outputs, slice(0, 2))),
+]
+
+
+@pytest.mark.parametrize(("spec", "loss"), PARTS)
+def test_the_value_of_squared_errors_of_parts_of_an_output_is_known(
+    spec: Any, loss: Callable[[Tensor], Tensor]
+) -> None:
+    net = compile(network(), loss=spec)
+    batch = observed(net, ((X,), loss))
+    torch.testing.assert_close(batch.value(batch.at(parameters_of(net))), loss(net(X)).detach())
+
+
 @pytest.mark.parametrize(
     "spec",
     [
-        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Normal(outputs[:, 2:])],
-        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Categorical(outputs[:, 2:])],
-        lambda outputs: losses.Normal(outputs[:, :2]),
+        lambda outputs: [losses.Normal(outputs[:, :3]), losses.Normal(outputs[:, 2:])],
+        lambda outputs: losses.Normal(outputs @ torch.ones(4, 2, dtype=outputs.dtype)),
     ],
 )
-def test_the_value_of_squared_errors_of_parts_of_an_output_is_not_known(spec: Any) -> None:
+def test_the_value_of_squared_errors_is_not_known_where_a_number_enters_several(spec: Any) -> None:
     net = compile(network(), loss=spec)
-    batch = observed(net, ((X,), lambda outputs: (outputs - VALUES).square().sum(1).mean()))
+    batch = observed(net, ((X,), lambda outputs: squares(outputs, slice(0, 4))))
     assert batch.value(batch.at(parameters_of(net))).isinf()
 
 

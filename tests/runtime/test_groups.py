@@ -157,12 +157,12 @@ def test_the_numbers_of_a_group_are_in_range(option: str, value: float, wanted: 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("lr", math.nan, "lr of a parameter group is nan; it must not be negative"),
+        ("lr", math.nan, "lr of a parameter group is nan; it must be finite"),
         ("lr", math.inf, "lr of a parameter group is inf; it must be finite"),
         ("lr", -0.1, "lr of a parameter group is -0.1; it must not be negative"),
         ("momentum", -0.1, "momentum of a parameter group is -0.1; it must be from 0 and below 1"),
         ("momentum", 3.0, "momentum of a parameter group is 3.0; it must be from 0 and below 1"),
-        ("weight_decay", math.nan, "weight_decay of a parameter group is nan; it must not be negative"),
+        ("weight_decay", math.nan, "weight_decay of a parameter group is nan; it must be finite"),
         ("damping", 0.3, "shares all other options with the rest: KFAC(..., damping=0.3), and not damping in a group"),
     ],
 )

@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "adaptation decay": ({"damping_adaptation_decay": 0.0}, r"damping_adaptation_decay is 0\.0; it must be positive"),
     "weight decay": ({"weight_decay": -0.1}, r"weight_decay is -0\.1; it must not be negative"),
     "min damping": ({"min_damping": -0.1}, r"min_damping is -0\.1; it must not be negative"),
-    "l2": ({"l2_reg": float("nan")}, r"l2_reg is nan; it must not be negative"),
+    "l2": ({"l2_reg": float("nan")}, r"l2_reg is nan; it must be finite"),
     "lr": ({"lr": -1.0}, r"lr is -1\.0; it must not be negative"),
     "momentum": ({"momentum": -0.9}, r"momentum is -0\.9; it must be from 0 and below 1"),
     "ema decay": ({"cov_ema_decay": 1.5}, r"cov_ema_decay is 1\.5; it must be between 0 and 1"),

@@ -49,7 +49,8 @@ REFUSED: list[tuple[Check, Any, str]] = [
     *[(finite, value, "be finite") for value in (math.nan, math.inf, -math.inf)],
     *[(positive, value, "be positive") for value in (0, -1, math.nan, torch.tensor(-1.0))],
     (positive, math.inf, "be finite"),
-    *[(not_negative, value, "not be negative") for value in (-1e-9, math.nan, torch.tensor(math.nan))],
+    (not_negative, -1e-9, "not be negative"),
+    *[(not_negative, value, "be finite") for value in (math.nan, torch.tensor(math.nan))],
     *[(a_weight, value, "be between 0 and 1") for value in (-0.1, 1.1, math.nan)],
     *[(a_share, value, "be above 0 and at most 1") for value in (0, 1.1, math.nan)],
     *[
