@@ -276,8 +276,8 @@ def make_block(
 def one_by_one(
     product: Callable[[Vector], dict[str, Tensor]], vector: Vector, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """The products of vectors with additional dimensions in front. shapes: of the parameters."""
-    lead = leading(vector, {name: shapes[name] for name in vector})
+    """The products of vectors with additional dimensions in front, all with the same. shapes: of the parameters."""
+    lead = next((tensor.shape[: tensor.dim() - len(shapes[name])] for name, tensor in vector.items()), ())
     if not lead:
         return product(vector)
     many = {name: tensor.reshape(math.prod(lead), *shapes[name]) for name, tensor in vector.items()}

@@ -315,6 +315,8 @@ def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, .
     if not isinstance(vector, Mapping):
         return ()
     ranks = {name: vector[name].dim() - len(shapes[name]) for name in shapes if name in vector}
+    if not any(ranks.values()):  # a vector of a step
+        return ()
     leads = [tuple(vector[n].shape[:k]) for n, k in ranks.items() if tuple(vector[n].shape[k:]) == tuple(shapes[n])]
     most: tuple[int, ...] = ()
     if all(lead == leads[0] for lead in leads):
