@@ -273,6 +273,13 @@ def make_block(
     return BlockOperator(group, 0)
 
 
+def products(
+    root: Root, groups: Sequence[BlockGroup], matrices: Iterable[Tensor], transpose: bool = False
+) -> Iterable[Tensor]:
+    """The products of groups with their matrices [L, g, o, i], one for each."""
+    return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
+
+
 def one_by_one(
     product: Callable[[Vector], dict[str, Tensor]], vector: Vector, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
@@ -561,45 +568,63 @@ class BlockDiagonalFisher(Operator):
 
     def multiply_kept(self, vector: Vector) -> dict[str, Tensor]:
         """`multiply` for the parameters whose blocks this process keeps, and no others; without a message."""
-        return self._multiply(vector, 1.0, kept=True)
+        return self._multiply_kept(vector, 1.0)
 
     def multiply_inverse_kept(self, vector: Vector) -> dict[str, Tensor]:
         """`multiply_inverse` for the parameters whose blocks this process keeps, and no others; without a message."""
-        return self._multiply(vector, -1.0, kept=True)
+        return self._multiply_kept(vector, -1.0)
 
     def multiply_power_kept(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """`multiply_matpower` for the parameters whose blocks this process keeps, and no others; without a message."""
-        return self._multiply(vector, exp, kept=True)
+        return self._multiply_kept(vector, exp)
+
+    @torch.no_grad()
+    def _multiply_kept(self, vector: Vector, root: Root) -> dict[str, Tensor]:
+        """A product without the checks of `_multiply`, which cost a step more than the products of small layers: a step
+        splits its vectors by the parameters, so that only the names can be wrong."""
+        groups, shapes = self.groups, self._shapes
+        if self.owners is not None:
+            groups = self.kept
+            shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
+            shapes |= {n: torch.Size(s) for form in self._divided.values() for n, s in form.shapes.items()}
+        groups, present = self._with_factors(groups, shapes, vector)
+        if vector.keys() != present.keys():
+            check_fits(vector, present, alone=True)
+        self._refuse_no_inverse(root)
+        return self.of_groups(groups, partial(products, root), vector, kept=True)
 
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(F + λ I)^exp v; exp must be 1 or among `exps`."""
         return self._multiply(vector, number("exp", exp))
 
-    def _multiply(self, vector: Vector, root: Root, transpose: bool = False, kept: bool = False) -> dict[str, Tensor]:
-        groups, shapes = self.groups, self._shapes
-        if kept and self.owners is not None:
-            groups = self.kept
-            shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
-            shapes |= {n: torch.Size(s) for form in self._divided.values() for n, s in form.shapes.items()}
+    def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
         given, vector = vector, real_vector(vector)
-        check_kinds(vector, shapes)
-        lead = leading(vector, shapes)
-        idle = self.idle(vector).intersection(shapes)
-        if idle and idle != shapes.keys():
-            groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
-            shapes = {name: shape for name, shape in shapes.items() if name not in idle}
+        check_kinds(vector, self._shapes)
+        lead = leading(vector, self._shapes)
+        groups, shapes = self._with_factors(self.groups, self._shapes, vector)
         check_fits(vector, shapes, alone=True, lead=lead)
-        if root != 1 and self._never_inverted:
-            raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
+        self._refuse_no_inverse(root)
 
         def product(vector: dict[str, Tensor], transpose: bool) -> dict[str, Tensor]:
-            def multiplied(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
-                return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
-
-            return one_by_one(partial(self.of_groups, groups, multiplied, kept=kept), vector, shapes)
+            multiplied = partial(products, root, transpose=transpose)
+            return one_by_one(partial(self.of_groups, groups, multiplied), vector, shapes)
 
         whole = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
         return like_vector(applied(product, whole, transpose), given)
+
+    def _with_factors(
+        self, groups: list[BlockGroup], shapes: Mapping[str, torch.Size], vector: Vector
+    ) -> tuple[list[BlockGroup], Mapping[str, torch.Size]]:
+        """The groups and shapes without those that have no factors yet and no entries in the vector."""
+        idle = self.idle(vector).intersection(shapes)
+        if not idle or idle == shapes.keys():
+            return groups, shapes
+        groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
+        return groups, {name: shape for name, shape in shapes.items() if name not in idle}
+
+    def _refuse_no_inverse(self, root: Root) -> None:
+        if root != 1 and self._never_inverted:
+            raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
 
     def of_groups(
         self,
