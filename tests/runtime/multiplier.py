@@ -39,11 +39,21 @@ class Multiplier:
         self.value *= factor
         return factor
 
-    def arrived(self, fall: float, steps: int) -> None:
-        """At a later check. fall: of the loss of its batch in the steps since the last check."""
+    def arrived(self, fall: float, steps: int, narrow: bool = False) -> bool:
+        """At a later check of another batch. Returns whether the bound gives way, so that r begins anew.
+
+        fall: of the loss of its batch in the steps since the last check. narrow: whether the step of the last check was
+            20 times too long for a bound without trust.
+        """
         agreement = max(-1.0, min(1.0, fall / (steps * self.promised))) if self.promised else 0.0
         self.agreed = min(agreement, self.agreement) >= 0.75
         self.agreement = agreement
+        gives_way = narrow and self.promised > 0 and self.steps <= 21 and -0.1 <= agreement <= 0.5
+        if gives_way:
+            self.trust = min(64.0, 8 * self.trust)
+        elif self.trust > 4 and agreement < -0.1:
+            self.trust /= 2
+        return gives_way
 
     def later(self, rho: float) -> float:
         """The factor of m at a later check. rho: under the bound without trust."""
@@ -58,7 +68,9 @@ class Multiplier:
     def checked(self, change: float, predicted: float, limits: bool = False) -> None:
         """After a check: of the loss of its batch. limits: whether the bound limits the step."""
         self.promised = max(0.0, -predicted)
-        if limits and self.agreed and abs(change / predicted - 1) <= 0.25:
+        if self.trust > 4:  # other batches decide
+            pass
+        elif limits and self.agreed and abs(change / predicted - 1) <= 0.25:
             self.trust = min(4.0, 2 * self.trust)
         elif not change / predicted > 0.5:
             self.trust = max(1.0, self.trust / 2)

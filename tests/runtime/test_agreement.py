@@ -114,3 +114,52 @@ def test_trust_widens_the_bound_where_the_quadratic_model_is_right_and_batches_a
     assert opt.skipped == 0 and trusts[:4] == [1, 1, 2, 4] and max(trusts) == 4
     assert all(norm <= trust * 1.001 for norm, trust in zip(norms, trusts, strict=True))
     assert all(norm >= 0.7 * trust for norm, trust in zip(norms[1:], trusts[1:], strict=True))
+
+
+def noisy(seed: int) -> tuple[CompiledModule, KFAC]:
+    """With a bound that is narrow for all steps, and more inputs than a batch of `noise` has cases."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(60, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    net = compile(model, loss="categorical")
+    return net, KFAC(net, seed=0, norm_constraint=1e-9, damping_adaptation_interval=10, exact_steps=False)
+
+
+def noise(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(8, 60, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (8,), generator=generator)
+
+
+def test_a_bound_gives_way_in_the_first_twenty_steps_where_steps_do_nothing_to_other_batches() -> None:
+    net, opt = noisy(0)
+    widest = 1.0
+    for number in range(31):
+        before, ratio = scalar(opt, "trust"), opt._step_state.checks.size.ratio.clone()
+        step(net, opt, noise(number))
+        after, agreement = scalar(opt, "trust"), scalar(opt, "agreement")
+        if number not in CHECKS[1:6]:
+            assert after <= before
+        elif -0.1 <= agreement <= 0.5:
+            assert after == min(8 * before, 64)
+            assert before == 64 or opt._step_state.checks.size.ratio < ratio / 4
+        widest = max(widest, after)
+    assert widest == 64 and opt.undone == 0
+
+
+def test_a_bound_does_not_give_way_for_a_batch_that_repeats() -> None:
+    net, opt = noisy(0)
+    for _ in range(11):
+        step(net, opt, noise(0))
+        assert scalar(opt, "trust") <= 4
+
+
+def test_a_bound_that_gave_way_comes_back_where_steps_harm_other_batches() -> None:
+    """Targets that are shuffled make the loss of another batch rise."""
+    net, opt = noisy(0)
+    for number in range(11):
+        step(net, opt, noise(number))
+    opt.scalars["trust"].fill_(64.0)
+    for number in range(11, 21):
+        x, y = noise(0)
+        step(net, opt, (x, y if number < 20 else (y + 1) % 3))
+    assert scalar(opt, "agreement") < -0.1 and scalar(opt, "trust") == 32

@@ -41,10 +41,15 @@ class Lengths:
 
     def __init__(self, bound: float) -> None:
         self.bound, self.multiplier, self.ratio, self.limits = bound, Multiplier(), 1.0, False
+        self.rho = 0.0  # at the last check, without trust
 
     @property
     def rate(self) -> float:
         return self.multiplier.value / self.ratio
+
+    def arrived(self, fall: float, steps: int) -> None:
+        if self.multiplier.arrived(fall, steps, self.rho > 20):
+            self.ratio = 1.0
 
     def check(self, squared_norm: float, loss: float, lr: float, is_first: bool) -> None:
         """squared_norm: of a step with m = r = 1."""
@@ -53,6 +58,7 @@ class Lengths:
         norm /= self.multiplier.trust
         self.ratio = next_ratio(self.ratio, norm)
         self.limits = norm >= 0.75 * self.ratio
+        self.rho = norm * self.multiplier.trust / lr
 
 
 @pairs(("bound", [1e-6, 0.003]), ("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}]))
@@ -80,8 +86,8 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
         elif checks:
             with torch.no_grad():
                 fall = F.cross_entropy(at_last(x), y).item() - loss
-            ours.multiplier.arrived(fall, number - last)
-            others.multiplier.arrived(fall, number - last)
+            ours.arrived(fall, number - last)
+            others.arrived(fall, number - last)
             others.multiplier.later(1e-9)
         whole = (theta(other) - at) / others.rate  # with m = r = 1
         if checks:

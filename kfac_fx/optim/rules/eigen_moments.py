@@ -81,6 +81,18 @@ T is the radius of a trust region (Conn, Gould & Toint 2000, "Trust region metho
 `norm_constraint`. The first check without agreement divides m by what it has gained from agreement, because the cosines
 alone would take long to do so.
 
+**Noise.** A step moves the predictions of its own batch further than those of others, because it learns the noise of
+its batch. Where batch normalization meets few cases, it moves them ten times as far or more, so that the bound would
+hold the training where it is. So the bound gives way if it shortens steps by much, and they do little to a batch that
+they had not seen, neither good nor harm. At the checks of the first `YOUTH` steps, if this batch is not the last one's,
+
+    T <- 8 T, at most `MOST_DOUBT`; r <- 1    if ρ T > `NARROW` at the last check, and -`HARM` <= A <= `UNLIKE`
+
+The quadratic model of a step's own batch says little of others then. So once T is above `MOST_TRUST`, other batches
+decide, and the guard:
+
+    T <- T / 2                                if A < -`HARM`, or a check undoes steps
+
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
 `RISE_AGAIN` h if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on
@@ -189,6 +201,11 @@ APART = 0.5  # of the slope along a step: what the outputs tell at least of a lo
 ADVANCE_AGAIN, AGAIN = 0.75, 2.0  # to this part of the bound, at most times `AGAIN`
 RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
+NARROW = 20.0  # by which a bound shortens steps, if it is to be doubted
+UNLIKE = 0.5  # A of batches that are noise, at most
+HARM = 0.1  # -A of steps that harm other batches, at least
+DOUBT, MOST_DOUBT = 8.0, 64.0  # T, where the bound is that of the noise
+YOUTH = 20  # steps, whose checks may find that
 LEAST, MOST = 0.1, 30.0  # of m
 LARGER = 4.0  # than the unit of losses without a name: that of a batch with an outlier, at most
 SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
@@ -246,7 +263,7 @@ class EigenMoments(CheckedRule):
         "peak_lr": NOT_NEGATIVE,
         "steps": A_NUMBER_OF_STEPS,
         "promised": NOT_NEGATIVE,
-        "trust": Values(1, MOST_TRUST),
+        "trust": Values(1, MOST_DOUBT),
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
         "agreed": A_FLAG,
@@ -292,6 +309,11 @@ class EigenMoments(CheckedRule):
 
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
         lines = [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
+        if (trust := float(scalars["trust"])) > MOST_TRUST:
+            lines.append(
+                f"steps may be {trust:g} times as long as the bound of their own batch says, because they do little to "
+                "batches that they had not seen"
+            )
         if number := int(scalars["exact_steps"]):
             steps = plural(number, "step")
             lines.append(f"{steps} minimized the exact quadratic model of a batch that repeats, at a cost of their own")
@@ -535,7 +557,8 @@ class EigenMoments(CheckedRule):
         more = torch.where(
             outcome.kept & limits & right, MORE_TRUST, torch.where(outcome.rho > WRONG, 1.0, 1 / MORE_TRUST)
         )
-        trust.mul_(more).clamp_(1.0, MOST_TRUST)
+        doubted = torch.where(outcome.tried & ~outcome.kept, trust / MORE_TRUST, trust)
+        trust.copy_(torch.where(trust > MOST_TRUST, doubted, (trust * more).clamp(1.0, MOST_TRUST)))
         rounding = LEAST_RISE * torch.where(check.value.isfinite(), check.value.abs(), 0.0)
         overshot = (outcome.change > rounding) & (outcome.change > 2 * outcome.predicted)
         multiplier = step.scalars["multiplier"]
@@ -566,10 +589,24 @@ class EigenMoments(CheckedRule):
         agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
+        self.doubt(step, agreement, known & ~risen)
         if self.may_be_exact(step, check):
             exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES, risen)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
+
+    def doubt(self, step: BlockStep, agreement: Tensor, known: Tensor) -> None:
+        """Widen a bound that is that of the noise of batches, and narrow it if steps harm other batches.
+
+        agreement: A, 0-dim. known: whether it is the quotient of two numbers, 0-dim.
+        """
+        trust, size, lr = step.scalars["trust"], step.size, step.flat.largest_lr
+        young = (step.scalars["steps"] <= YOUTH) & size.norm.isfinite()
+        narrow = size.norm * trust > NARROW * lr
+        noise = young & narrow & known & ~size.same & (agreement >= -HARM) & (agreement <= UNLIKE)
+        less = torch.where((trust > MOST_TRUST) & (agreement < -HARM), 1 / MORE_TRUST, 1.0)
+        trust.copy_(torch.where(noise, (DOUBT * trust).clamp(max=MOST_DOUBT), trust * less))
+        size.ratio.copy_(torch.where(noise, 1.0, size.ratio))
 
     def forget_update(self, step: BlockStep, where: Tensor) -> None:
         """Forget the last update where `where` is true, 0-dim: the parameters are no longer behind it."""
