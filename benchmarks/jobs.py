@@ -176,6 +176,28 @@ class Denoiser(nn.Module):
         return out
 
 
+class Inverted(nn.Module):
+    """A wide depthwise convolution between two narrow ones, with batch norm, and with a skip where it fits."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        wide, self.skips = 6 * inputs, inputs == outputs
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU(),
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU(),
+            nn.Conv2d(wide, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return x + out if self.skips else out
+
+
 class Sets(nn.Module):
     """A mean over the elements of a set."""
 
@@ -282,6 +304,13 @@ def noisy_squares(step: int) -> Batch:
     square = (places[:, None] < sizes[:, None, None]) & (places >= sizes[:, None, None])
     share = part[..., None, None]
     return (1 - share) * square[:, None] + share * noise, part, noise
+
+
+def few_images(step: int) -> Batch:
+    """Eight images of ten shapes in much noise."""
+    g = generator(step)
+    shapes, kinds = torch.randn(10, 3, 12, 12, generator=generator(0)), torch.randint(10, (8,), generator=g)
+    return 0.7 * shapes[kinds] + torch.randn(8, 3, 12, 12, generator=g), kinds
 
 
 def sets(step: int) -> Batch:
@@ -403,6 +432,16 @@ def jobs() -> dict[str, Job]:
         ),
         "ratings": Job("a factorized matrix, 128 new ratings a step", Ratings, ratings, square, "mse", inputs=2),
         "denoiser": Job("a U-Net, 32 new images a step", Denoiser, noisy_squares, square, "mse", inputs=2),
+        "few images": Job(
+            "inverted residuals with batch norm, 8 new images a step",
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+                *(Inverted(*pair) for pair in [(16, 16), (16, 24), (24, 24), (24, 32), (32, 32), (32, 48), (48, 48)]),
+                nn.Conv2d(48, 256, 1, bias=False), nn.BatchNorm2d(256), nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
+            ),
+            few_images, cross_entropy, "categorical",
+        ),
         "sets": Job("a mean over elements, 64 new sets a step", Sets, sets, square, "mse"),
         "sines": Job(
             "gated dilated convolutions, 16 new waves a step", Dilated, sines, cross_entropy,

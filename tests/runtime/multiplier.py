@@ -43,7 +43,7 @@ class Multiplier:
         """At a later check of another batch. Returns whether the bound gives way, so that r begins anew.
 
         fall: of the loss of its batch in the steps since the last check. narrow: whether the step of the last check was
-            20 times too long for a bound without trust.
+            ten times too long for a bound without trust.
         """
         agreement = max(-1.0, min(1.0, fall / (steps * self.promised))) if self.promised else 0.0
         self.agreed = min(agreement, self.agreement) >= 0.75

@@ -48,7 +48,7 @@ class Lengths:
         return self.multiplier.value / self.ratio
 
     def arrived(self, fall: float, steps: int) -> None:
-        if self.multiplier.arrived(fall, steps, self.rho > 20):
+        if self.multiplier.arrived(fall, steps, self.rho > 10):
             self.ratio = 1.0
 
     def check(self, squared_norm: float, loss: float, lr: float, is_first: bool) -> None:
