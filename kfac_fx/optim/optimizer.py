@@ -51,7 +51,7 @@ from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without
 
 LATE_LOOKS = 100  # steps from look to look at gradients that were zero at first, after 1, 2, 5, 10, 20 and 50
 STEPS_TO_HABIT = 20  # steps whose lr is looked at
-HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
+HABIT = 0.02  # of the default lr: below it is a rate of Adam's or SGD's, by habit
 OUTSIDE = (
     "{}: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which moves a number by "
     "about {:g} in a step, whatever the gradient is: write KFAC(..., first_order=dict(lr=...)) for other steps, or use "

@@ -533,11 +533,11 @@ def test_a_large_whole_number_is_a_float() -> None:
     assert float(opt.damping) == 1e20
 
 
-@pytest.mark.parametrize("momentum_type", [None, "adaptive"])
-def test_an_lr_of_adams_size_is_told_at_once(momentum_type: str | None) -> None:
+@pytest.mark.parametrize(("momentum_type", "lr"), [(None, 1e-3), ("adaptive", 1e-3), (None, 0.01)])
+def test_an_lr_of_adams_size_is_told_at_once(momentum_type: str | None, lr: float) -> None:
     net = compile(nn.Linear(3, 2), loss="normal")
-    with pytest.warns(UserWarning, match=r"^lr=0\.001 is of the size of Adam's, .* between 0\.3 and 1\.$"):
-        KFAC(net, lr=1e-3, momentum_type=momentum_type)
+    with pytest.warns(UserWarning, match=rf"^lr={lr} is of the size of Adam's, .* between 0\.3 and 1\.$"):
+        KFAC(net, lr=lr, momentum_type=momentum_type)
 
 
 @pytest.mark.parametrize(("written", "told"), [(3e-4, True), (0.3, False)])
@@ -558,6 +558,6 @@ def test_an_lr_of_adams_size_that_a_trainer_writes_is_told(written: float, told:
     ] * told
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 1e-3, "momentum_type": "regular", "damping": 0.1}])
+@pytest.mark.parametrize("options", [{"lr": 0.02}, {"lr": 1e-3, "momentum_type": "regular", "damping": 0.1}])
 def test_another_lr_is_not(options: dict[str, Any]) -> None:
     KFAC(compile(nn.Linear(3, 2), loss="normal"), **options)
