@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "adaptive": {"momentum_type": "adaptive", "estimation_mode": "exact"},
     "eigen_moments": {
-        "lr": 0.01, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "cov_update_every": 2,
+        "lr": 0.03, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "cov_update_every": 2,
         "invert_every": 3,
     },
     "a user's rule": {
