@@ -111,6 +111,33 @@ def test_a_table_that_layers_are_applied_to_is_an_embedding_of_all_its_rows() ->
     torch.testing.assert_close(statistics["A_diag"], torch.full((1, 3), 5.0))
 
 
+class Chosen(OneRow):
+    """A learned row that a layer reads as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.inner(x) + self.second(torch.tanh(self.first(self.rows[1])))))
+        return y
+
+
+def test_what_no_layer_has_without_sizes_is_captured_again_with_the_first_batch() -> None:
+    blocks = []
+    for examples in ((), (torch.randn(4, 3),)):
+        net = kfac_fx.compile(Chosen(), examples or None, loss="normal")
+        net.recorder((torch.randn(4, 3),), {})
+        blocks.append({registration.parameters: registration.approximation for registration in net.registrations})
+    assert blocks[0] == blocks[1] and blocks[0]["rows",] == "kron_in_diag"
+
+
+def test_what_is_declared_generic_needs_no_other_capture() -> None:
+    net = kfac_fx.compile(Chosen(), loss="normal", approximations={"rows": "generic"})
+    first = net.captures.first
+    assert net.recorder((torch.randn(4, 3),), {}).program.graph is first.program.graph
+
+
 def test_the_report_says_that_gradients_are_summed() -> None:
     net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "diagonal"})
     first = next(registration for registration in net.registrations if registration.parameters == FREE[0])
