@@ -23,7 +23,7 @@ Every parameter is read once, under its canonical name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 from .errors import fatal
 from .graphs.edit import attribute, functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
-from .graphs.operations import REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
+from .graphs.operations import JOINS, REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
 from .graphs.spelling import (
     in_pairs,
     name_axes,
@@ -268,22 +268,34 @@ def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
 
     layer_norm(table, w, b)           ->   layer_norm(learned(table), w, b)
     linear(dropout(table)[:n], w)     ->   linear(dropout(learned(table))[:n], w)
+    linear(cat([one, other]), w)      ->   linear(cat([learned(one), learned(other)]), w)
     """
     label = labels(graph, parameters)
     for node in [node for node in graph.nodes if label[node] is Label.FREE and is_layer_of_data(node, label)]:
-        table, reader = node.args[0], node
+        table = node.args[0]
         if not isinstance(table, fx.Node) or label[table] is not Label.PURE:
             continue
-        while not merely_viewed(table):
-            before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
-            if len(before) != 1:
-                break
-            (table, reader) = before[0], table
-        if merely_viewed(table) and (reader is node or has_rows(table)):
-            with graph.inserting_before(reader):
-                marked = graph.call_function(learned, (table,))
-            marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
-            reader.replace_input_with(table, marked)
+        tables = tables_behind(table, node, label) or []
+        if all(reader is node or has_rows(table) for table, reader in tables):
+            for table, reader in dict.fromkeys(tables):
+                with graph.inserting_before(reader):
+                    marked = graph.call_function(learned, (table,))
+                marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
+                reader.replace_input_with(table, marked)
+
+
+def tables_behind(
+    table: fx.Node, reader: fx.Node, label: Mapping[fx.Node, Label]
+) -> list[tuple[fx.Node, fx.Node]] | None:
+    """The parameters that a node is made of, each with the operation that reads it; None if others are combined there
+    than by joining them."""
+    if merely_viewed(table):
+        return [(table, reader)]
+    before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
+    if len(before) != 1 and op_name(table) not in JOINS:
+        return None
+    found = [tables_behind(operand, table, label) for operand in before]
+    return None if None in found else [pair for pairs in found for pair in pairs or ()]
 
 
 def has_rows(table: fx.Node) -> bool:
