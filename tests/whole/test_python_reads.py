@@ -86,6 +86,10 @@ CASES: dict[str, tuple[nn.Module, dict[tuple[str, ...], tuple[str, int]]]] = {
         {("gain",): ("scale_and_shift", 1), ("shift",): ("scale_and_shift", 1)},
     ),
     "positions": (Reading(placed, table=(9, 5)), {("table",): ("embedding", 1)}),
+    "cast to the type of another tensor": (
+        Reading(lambda own, h: h.to(own.weight) @ own.weight.to(h), weight=(5, 5)),
+        {("weight",): ("linear", 1)},
+    ),
     "of a captured submodule": (
         Reading(shared),
         {("last.weight",): ("linear", 3), ("last.bias",): ("linear", 1)},
