@@ -14,6 +14,7 @@ Before                                   After
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
     w[0], w[:, 0], w a tensor                torch.select(w, 0, 0), torch.select(w, 1, 0)
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
+    einsum("bd,dd->bd", x, w)                einsum("bd,d->bd", x, torch.diagonal(w, 0, 0, 1))
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
     w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
 
@@ -35,6 +36,7 @@ from .graphs.edit import attribute, functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import JOINS, REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
 from .graphs.spelling import (
+    along_diagonals,
     in_pairs,
     name_axes,
     order_operands,
@@ -87,6 +89,7 @@ def normalize(program: Program) -> Program:
     expand_masks(graph, program.parameters)
     spell_losses(graph)
     name_axes(graph, program.parameters)
+    along_diagonals(graph, program.parameters)
     in_pairs(graph, program.parameters)
     look_up_rows(graph, program.parameters)
     mark_tables(graph, program.parameters)
