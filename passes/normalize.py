@@ -16,6 +16,7 @@ Before                                   After
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
     einsum("bd,dd->bd", x, w)                einsum("bd,d->bd", x, torch.diagonal(w, 0, 0, 1))
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
+    w.repeat_interleave(n, 0)                w[arange(4).repeat_interleave(n)], where n is a size of the batch
     w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
 
 Every parameter is read once, under its canonical name.
@@ -91,6 +92,7 @@ def normalize(program: Program) -> Program:
     name_axes(graph, program.parameters)
     along_diagonals(graph, program.parameters)
     in_pairs(graph, program.parameters)
+    look_up_repeated(graph, program.parameters)
     look_up_rows(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
@@ -241,6 +243,32 @@ def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
         rows.meta = {**node.meta, "val": turned.meta["val"][index]}
         written.meta = dict(node.meta)
         node.replace_all_uses_with(written)
+        graph.erase_node(node)
+
+
+def look_up_repeated(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Spell the rows of a parameter that are repeated as often as the sizes of the batch say as looked up.
+
+    w.repeat_interleave(n, 0), of the members of an ensemble that share a batch
+        ->   w[torch.arange(4).repeat_interleave(n)]
+    """
+    label = labels(graph, parameters)
+    for node in graph.find_nodes(op="call_function", target=torch.repeat_interleave):
+        table, repeats, dim = (*node.args, None, None)[:3]
+        value, result = (of.meta.get("val") if isinstance(of, fx.Node) else None for of in (table, node))
+        if not isinstance(value, Tensor) or not isinstance(result, Tensor) or label[cast(Any, table)] is not Label.PURE:
+            continue
+        size = repeats.meta.get("val") if isinstance(repeats, fx.Node) else None
+        if dim != 0 or node.kwargs or value.dim() < 2 or not isinstance(size, torch.SymInt):
+            continue
+        with graph.inserting_before(node):
+            every = graph.call_function(torch.arange, (value.shape[0],), {"device": value.device})
+            ids = graph.call_function(torch.repeat_interleave, (every, repeats))
+            rows = graph.call_function(torch.ops.aten.index.Tensor, (table, [ids]))
+        every.meta = {**node.meta, "val": value.new_empty(value.shape[0], dtype=torch.int64)}
+        ids.meta = {**node.meta, "val": value.new_empty(result.shape[0], dtype=torch.int64)}
+        rows.meta = dict(node.meta)
+        node.replace_all_uses_with(rows)
         graph.erase_node(node)
 
 
