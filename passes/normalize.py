@@ -17,6 +17,7 @@ Before                                   After
     einsum("bd,dd->bd", x, w)                einsum("bd,d->bd", x, torch.diagonal(w, 0, 0, 1))
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
     w.repeat_interleave(n, 0)                w[arange(4).repeat_interleave(n)], where n is a size of the batch
+    x * w.repeat(n, 1)                       x * w[arange(4).repeat(n)]
     w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
 
 Every parameter is read once, under its canonical name.
@@ -25,7 +26,7 @@ Every parameter is read once, under its canonical name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -251,25 +252,46 @@ def look_up_repeated(graph: fx.Graph, parameters: Iterable[str]) -> None:
 
     w.repeat_interleave(n, 0), of the members of an ensemble that share a batch
         ->   w[torch.arange(4).repeat_interleave(n)]
+    x * w.repeat(n, 1)
+        ->   x * w[torch.arange(4).repeat(n)]
     """
     label = labels(graph, parameters)
-    for node in graph.find_nodes(op="call_function", target=torch.repeat_interleave):
-        table, repeats, dim = (*node.args, None, None)[:3]
-        value, result = (of.meta.get("val") if isinstance(of, fx.Node) else None for of in (table, node))
+    for node in list(graph.nodes):
+        table, result = node.args[0] if node.args else None, node.meta.get("val")
+        value = table.meta.get("val") if isinstance(table, fx.Node) else None
         if not isinstance(value, Tensor) or not isinstance(result, Tensor) or label[cast(Any, table)] is not Label.PURE:
             continue
-        size = repeats.meta.get("val") if isinstance(repeats, fx.Node) else None
-        if dim != 0 or node.kwargs or value.dim() < 2 or not isinstance(size, torch.SymInt):
+        repeat = repeated_rows(node, value)
+        if repeat is None:
             continue
         with graph.inserting_before(node):
             every = graph.call_function(torch.arange, (value.shape[0],), {"device": value.device})
-            ids = graph.call_function(torch.repeat_interleave, (every, repeats))
+            ids = repeat(every)
             rows = graph.call_function(torch.ops.aten.index.Tensor, (table, [ids]))
         every.meta = {**node.meta, "val": value.new_empty(value.shape[0], dtype=torch.int64)}
         ids.meta = {**node.meta, "val": value.new_empty(result.shape[0], dtype=torch.int64)}
         rows.meta = dict(node.meta)
         node.replace_all_uses_with(rows)
         graph.erase_node(node)
+
+
+def repeated_rows(node: fx.Node, value: Tensor) -> Callable[[fx.Node], fx.Node] | None:
+    """How a node repeats the numbers of the rows of `value`; None if it does something else, or a layer reads it: then
+    its rows are those of a table."""
+    name, args = op_name(node), cast(Any, node.args[1:])
+    if value.dim() < 2 or node.kwargs or name not in ("repeat", "repeat_interleave") or not args:
+        return None
+    if name == "repeat_interleave":
+        repeats, alone = args[0], args[1:] == (0,)
+    else:
+        sizes = args[0] if isinstance(args[0], (list, tuple)) else args
+        repeats, alone = sizes[0], value.shape[0] > 1 and [*sizes[1:]] == [1] * (value.dim() - 1)
+        alone &= all(op_name(user) in ("mul", "add", "div") for user in node.users)
+    if not alone or not isinstance(repeats, fx.Node) or not isinstance(repeats.meta.get("val"), torch.SymInt):
+        return None
+    if name == "repeat_interleave":
+        return lambda ids: node.graph.call_function(torch.repeat_interleave, (ids, repeats))
+    return lambda ids: node.graph.call_method("repeat", (ids, (repeats,)))
 
 
 def lookup_of(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:

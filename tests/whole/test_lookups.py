@@ -47,21 +47,26 @@ def test_constant_columns_stay_parts_of_their_matrix() -> None:
 class Members(nn.Module):
     """An ensemble whose members share a batch, each with the scales and the shifts of its own part."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_turn: bool) -> None:
         super().__init__()
+        self.in_turn = in_turn
         self.scale, self.shift = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 2))
         self.layer = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0] // 4
+        if self.in_turn:
+            turns: Tensor = self.layer(x * self.scale.repeat(n, 1)) + self.shift.repeat(n, 1)
+            return turns
         y: Tensor = self.layer(x * self.scale.repeat_interleave(n, 0)) + torch.repeat_interleave(self.shift, n, dim=0)
         return y
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("exported", [True, False])
-def test_rows_that_are_repeated_for_parts_of_the_batch_are_looked_up(exported: bool) -> None:
+def test_rows_that_are_repeated_for_parts_of_the_batch_are_looked_up(exported: bool, in_turn: bool) -> None:
     torch.manual_seed(0)
-    model = Members().double()
+    model = Members(in_turn).double()
     examples = (torch.randn(12, 3).double(),) if exported else None
     net = kfac_fx.compile(model, examples, loss="normal")
     for cases in (12, 8):
