@@ -266,9 +266,11 @@ def refuse_generic(program: Program) -> None:
     if generic:
         rows = [(", ".join(registration.parameters), registration.reason or "") for registration in generic]
         absent = "".join(f"\nBesides, {sentence}." for sentence in unmatched(program.layers, program))
+        unsized = program.inputs and not any("val" in node.meta for node in program.inputs)
+        sizes = "Some layers are told by sizes, so give kfac_fx.compile example inputs. Or let" if unsized else "Let"
         raise RegistrationError(
             f"{len(generic)} of {len(program.parameters)} trainable parameters are in no structured Fisher block:\n"
             f"{table(rows)}\n"
-            "Let them be generic with compile(..., strict=False), declare a layer of their form with layers=[...], "
-            f"or freeze them with requires_grad_(False).{absent}"
+            f"{sizes} them be generic with compile(..., strict=False), declare a layer of their form with "
+            f"layers=[...], or freeze them with requires_grad_(False).{absent}"
         )

@@ -646,7 +646,8 @@ def autocasts_of(template: Any) -> Iterator[Any]:
 
 EXPANSIONS = {"expand", "repeat", "broadcast_to"}  # whose first size may be the number of cases
 SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub"}  # with a table that is cut to the length of the batch
-LIKE = {"type_as", "view_as", "expand_as", "reshape_as", "to"}  # read only the sizes or the dtype of the second
+LIKE = {"view_as", "expand_as", "reshape_as"}  # read only the sizes of the second
+CASTS_LIKE = {"type_as", "to"}  # read only the device and the dtype of the second
 NOT_CAPTURED = "in Python that is not captured"
 
 
@@ -687,6 +688,8 @@ class Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if name_of(func) in CASTS_LIKE and len(args) > 1 and isinstance(args[1], Tensor):
+            func, args = Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
         leaves = leaves_of((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         followed = [tensor for tensor in tensors if id(tensor) in self.values]

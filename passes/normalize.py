@@ -14,7 +14,10 @@ Before                                   After
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
     w[0], w[:, 0], w a tensor                torch.select(w, 0, 0), torch.select(w, 1, 0)
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
+    einsum("bd,dd->bd", x, w)                einsum("bd,d->bd", x, torch.diagonal(w, 0, 0, 1))
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
+    w.repeat_interleave(n, 0)                w[arange(4).repeat_interleave(n)], where n is a size of the batch
+    x * w.repeat(n, 1)                       x * w[arange(4).repeat(n)]
     w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
 
 Every parameter is read once, under its canonical name.
@@ -23,7 +26,7 @@ Every parameter is read once, under its canonical name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,8 +36,9 @@ from torch import Tensor, fx, nn
 from .errors import fatal
 from .graphs.edit import attribute, functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
-from .graphs.operations import REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
+from .graphs.operations import JOINS, REDUCTIONS, adds_up, computed, dims_of, has_effect, op_name
 from .graphs.spelling import (
+    along_diagonals,
     in_pairs,
     name_axes,
     order_operands,
@@ -87,7 +91,9 @@ def normalize(program: Program) -> Program:
     expand_masks(graph, program.parameters)
     spell_losses(graph)
     name_axes(graph, program.parameters)
+    along_diagonals(graph, program.parameters)
     in_pairs(graph, program.parameters)
+    look_up_repeated(graph, program.parameters)
     look_up_rows(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
@@ -241,6 +247,53 @@ def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
         graph.erase_node(node)
 
 
+def look_up_repeated(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Spell the rows of a parameter that are repeated as often as the sizes of the batch say as looked up.
+
+    w.repeat_interleave(n, 0), of the members of an ensemble that share a batch
+        ->   w[torch.arange(4).repeat_interleave(n)]
+    x * w.repeat(n, 1)
+        ->   x * w[torch.arange(4).repeat(n)]
+    """
+    label = labels(graph, parameters)
+    for node in list(graph.nodes):
+        table, result = node.args[0] if node.args else None, node.meta.get("val")
+        value = table.meta.get("val") if isinstance(table, fx.Node) else None
+        if not isinstance(value, Tensor) or not isinstance(result, Tensor) or label[cast(Any, table)] is not Label.PURE:
+            continue
+        repeat = repeated_rows(node, value)
+        if repeat is None:
+            continue
+        with graph.inserting_before(node):
+            every = graph.call_function(torch.arange, (value.shape[0],), {"device": value.device})
+            ids = repeat(every)
+            rows = graph.call_function(torch.ops.aten.index.Tensor, (table, [ids]))
+        every.meta = {**node.meta, "val": value.new_empty(value.shape[0], dtype=torch.int64)}
+        ids.meta = {**node.meta, "val": value.new_empty(result.shape[0], dtype=torch.int64)}
+        rows.meta = dict(node.meta)
+        node.replace_all_uses_with(rows)
+        graph.erase_node(node)
+
+
+def repeated_rows(node: fx.Node, value: Tensor) -> Callable[[fx.Node], fx.Node] | None:
+    """How a node repeats the numbers of the rows of `value`; None if it does something else, or a layer reads it: then
+    its rows are those of a table."""
+    name, args = op_name(node), cast(Any, node.args[1:])
+    if value.dim() < 2 or node.kwargs or name not in ("repeat", "repeat_interleave") or not args:
+        return None
+    if name == "repeat_interleave":
+        repeats, alone = args[0], args[1:] == (0,)
+    else:
+        sizes = args[0] if isinstance(args[0], (list, tuple)) else args
+        repeats, alone = sizes[0], value.shape[0] > 1 and [*sizes[1:]] == [1] * (value.dim() - 1)
+        alone &= all(op_name(user) in ("mul", "add", "div") for user in node.users)
+    if not alone or not isinstance(repeats, fx.Node) or not isinstance(repeats.meta.get("val"), torch.SymInt):
+        return None
+    if name == "repeat_interleave":
+        return lambda ids: node.graph.call_function(torch.repeat_interleave, (ids, repeats))
+    return lambda ids: node.graph.call_method("repeat", (ids, (repeats,)))
+
+
 def lookup_of(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     """(the table, the dimension, the indices) of a node that looks up along one dimension that is not the first."""
     if op_name(node) == "index_select" and len(node.args) == 3:
@@ -268,22 +321,34 @@ def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
 
     layer_norm(table, w, b)           ->   layer_norm(learned(table), w, b)
     linear(dropout(table)[:n], w)     ->   linear(dropout(learned(table))[:n], w)
+    linear(cat([one, other]), w)      ->   linear(cat([learned(one), learned(other)]), w)
     """
     label = labels(graph, parameters)
     for node in [node for node in graph.nodes if label[node] is Label.FREE and is_layer_of_data(node, label)]:
-        table, reader = node.args[0], node
+        table = node.args[0]
         if not isinstance(table, fx.Node) or label[table] is not Label.PURE:
             continue
-        while not merely_viewed(table):
-            before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
-            if len(before) != 1:
-                break
-            (table, reader) = before[0], table
-        if merely_viewed(table) and (reader is node or has_rows(table)):
-            with graph.inserting_before(reader):
-                marked = graph.call_function(learned, (table,))
-            marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
-            reader.replace_input_with(table, marked)
+        tables = tables_behind(table, node, label) or []
+        if all(reader is node or has_rows(table) for table, reader in tables):
+            for table, reader in dict.fromkeys(tables):
+                with graph.inserting_before(reader):
+                    marked = graph.call_function(learned, (table,))
+                marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
+                reader.replace_input_with(table, marked)
+
+
+def tables_behind(
+    table: fx.Node, reader: fx.Node, label: Mapping[fx.Node, Label]
+) -> list[tuple[fx.Node, fx.Node]] | None:
+    """The parameters that a node is made of, each with the operation that reads it; None if others are combined there
+    than by joining them."""
+    if merely_viewed(table):
+        return [(table, reader)]
+    before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
+    if len(before) != 1 and op_name(table) not in JOINS:
+        return None
+    found = [tables_behind(operand, table, label) for operand in before]
+    return None if None in found else [pair for pairs in found for pair in pairs or ()]
 
 
 def has_rows(table: fx.Node) -> bool:

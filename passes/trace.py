@@ -117,6 +117,7 @@ from .tracing.substitutes import (
     ThreadTracer,
     compute,
     custom_functions,
+    moves_left_out,
     packs_in,
     recurrent_layers,
     refuse_custom,
@@ -390,6 +391,7 @@ def exported(
             with (
                 torch.enable_grad(),
                 Substitutes(),
+                moves_left_out(),
                 nested_values(),
                 symbolic_lengths(model) if lengths else nullcontext(given) as given,
             ):

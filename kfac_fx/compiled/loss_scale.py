@@ -66,7 +66,7 @@ from kfac_fx.passes.tracing.effects import RandomState, address, same_random
 from kfac_fx.recording.model_checks import names_of_arguments, required_arguments
 from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
-from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder, in_one_memory
 
 ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
 ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
@@ -610,10 +610,14 @@ class Watched:
         """Whether forward divides its loss by a number that does not grow with the batch."""
         return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
 
-    @property
-    def is_one_tensor(self) -> bool:
-        """Whether the model returns one tensor, of which a loss by its name is."""
-        return sum(isinstance(leaf, Tensor) for leaf in self.outputs) == 1
+    def is_single(self, weighted: Sequence[tuple[float, float, LossFunction]]) -> bool:
+        """Whether there is one loss, of the only tensor that the model returns: a loss by its name is of all of it."""
+        if len(weighted) != 1 or sum(isinstance(leaf, Tensor) for leaf in self.outputs) != 1:
+            return False
+        loss, spec = weighted[0][2], self.recorder.loss
+        if not isinstance(spec, LossSpec) or spec.named:
+            return True
+        return any(in_one_memory(loss.inputs, out) and loss.inputs.numel() == out.numel() for out in self.fisher)
 
     @property
     def value(self) -> float | None:
@@ -1000,7 +1004,7 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
-    is_single: bool = True  # as of `Reached`
+    is_single: bool = True  # as of `Watched`
     eps: float = 0.0  # as of `SquaredError`
 
 
@@ -1081,7 +1085,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    is_single = len(weighted) == 1 and watched.is_one_tensor
+    is_single = watched.is_single(weighted)
     return [replace(of, is_single=is_single) for of in known or factor_of_returned(watched, weighted)]
 
 
@@ -1833,7 +1837,7 @@ class Reached(NamedTuple):
     gradient: Tensor  # of its inputs, in the trained loss; finite
     spec: object  # the origin of the loss
     of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
-    is_single: bool = True  # the only loss, of the only tensor that forward returns
+    is_single: bool = True  # as of `Watched`
 
     def write(self, name: str) -> str:
         """The change that makes the registered loss that of a name, as a part of a sentence."""
@@ -1858,7 +1862,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
             cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
-            found.append(Reached(loss, weight, gradient, spec, of_case, len(weighted) == 1 and watched.is_one_tensor))
+            found.append(Reached(loss, weight, gradient, spec, of_case, watched.is_single(weighted)))
     return found
 
 

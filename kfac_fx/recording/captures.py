@@ -62,7 +62,7 @@ from kfac_fx.passes.errors import (
     with_users_steps,
 )
 from kfac_fx.passes.graphs.labels import constant_derivatives, shape_of, without_loss
-from kfac_fx.passes.ir import LossSite, Options, Program, Registration
+from kfac_fx.passes.ir import WANTED, LossSite, Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
@@ -508,7 +508,9 @@ class Capturing:
 
 
 def generic_parameters(recorder: Recorder) -> int:
-    return sum(len(registration.parameters) for registration in recorder.registrations if registration.generic)
+    """How many parameters are generic for a reason, and not because the user declared them so."""
+    generic = (registration for registration in recorder.registrations if registration.generic)
+    return sum(len(registration.parameters) for registration in generic if registration.reason != WANTED)
 
 
 # --- the captures of a model ------------------------------------------------------------------------------------------
@@ -945,8 +947,9 @@ class CaptureCache:
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """The capture without inputs, if it holds for these; None: torch.export has to capture the model.
 
-        Derivatives that forward takes are one call in a trace without inputs, which hides uses in it. Where the proof
-        then finds other gradients, the model is captured again, with these inputs.
+        Derivatives that forward takes are one call in a trace without inputs, which hides uses in it, and some layers
+        are told by sizes alone. So where the proof finds other gradients, or no layer has a parameter, the model is
+        captured again, with these inputs.
         """
         if self.first is None or self.outdated:
             return None
@@ -958,7 +961,7 @@ class CaptureCache:
             recorder = self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
-        if generic_parameters(recorder) == generic_parameters(self.first):
+        if not generic_parameters(recorder):
             return with_cases_alike(recorder, args, kwargs)
         try:
             again = self.capturing.exported(args, kwargs, every_size=False, first=True)

@@ -524,9 +524,11 @@ def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis
     return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)] if both else None
 
 
-@torch.no_grad()
 def mixes_cases(run: RunOfValues, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
-    """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
+    """Whether outputs at other places of the axis change with the first or with the last place of the inputs.
+
+    Forward may differentiate by its inputs, so the changed ones need gradients where the given ones do.
+    """
     number, dim = axis.inputs[0]
     size = values[number].shape[dim]
     if size < 2:
@@ -534,12 +536,15 @@ def mixes_cases(run: RunOfValues, values: Sequence[Any], before: Sequence[Tensor
     for place, other in ((0, 1), (size - 1, size - 2)):
         changed = list(values)
         for number, dim in axis.inputs:
-            changed[number] = changed[number].clone()
-            changed[number].select(dim, place).copy_(values[number].select(dim, other))
+            given = values[number].detach()
+            moved = given.clone()
+            moved.select(dim, place).copy_(given.select(dim, other))
+            changed[number] = moved.requires_grad_(values[number].requires_grad)
         after = run(changed)
         for number, dim in axis.outputs:
-            apart = (after[number] - before[number]).abs()
+            was = before[number].detach()
+            apart = (after[number].detach() - was).abs()
             apart.select(dim, place).zero_()
-            if bool(apart.max() > AXIS_TOLERANCE * before[number].abs().max()):
+            if bool(apart.max() > AXIS_TOLERANCE * was.abs().max()):
                 return True
     return False

@@ -67,7 +67,7 @@ def labels(
             an expansion to a size of an activation is taken for such.
     """
     names, forced = set(parameters), set(pure)
-    first = {size for node in graph.find_nodes(op="placeholder") for size in symbolic_sizes(node)[:1]} - {None}
+    first = {size for node in graph.find_nodes(op="placeholder") for size in sizes_of(node)[:1]}
     label: dict[fx.Node, Label] = {}
     for node in graph.nodes:
         if node in forced:
@@ -127,7 +127,7 @@ def maps_constant(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     return bool(data & weight - set(result)) and bool(data & set(result) - weight)
 
 
-def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str | None]) -> bool:
+def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str]) -> bool:
     """If the node depends on parameters, only an expansion counts: a slice may be as long as there are cases.
 
     first: the first sizes of the inputs. torch.export does not tie all of them to the cases.
@@ -142,9 +142,9 @@ def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Contai
         return True
     if cases_known:
         return of_cases or (cases is not None and next(iter(symbolic_sizes(node)), None) in first)
-    if "val" in node.meta:  # captured with a single case
+    if "val" in node.meta:  # an expansion to the cases has a number for them where there is a single one
         sizes = node.args[1] if len(node.args) > 1 else ()
-        return isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))
+        return "1" in first and isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))
     return any(is_size(operand) for operand in node.all_input_nodes[1:])
 
 

@@ -464,6 +464,36 @@ def hidden_axes(term: str, operand: fx.Node, parameters: Mapping[str, Tensor]) -
     return value.dim() - len(term.replace(ELLIPSIS, "")) if isinstance(value, Tensor) else None
 
 
+def along_diagonals(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Spell an index that a parameter has twice as one of its diagonal, because layers read every index once.
+
+    einsum("bd,dd->bd", x, w)      einsum("bd,d->bd", x, torch.diagonal(w, 0, 0, 1))
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and isinstance(node.args[0], str)]
+    label = labels(graph, parameters) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = terms_of(equation)
+        for n, operand in enumerate(operands):
+            while label.get(operand) is Label.PURE and (twice := twice_in(terms[n])) is not None:
+                index, first, second = twice
+                with graph.inserting_before(node):
+                    operands[n] = graph.call_function(torch.diagonal, (operands[n], 0, first, second))
+                operands[n].meta = {key: value for key, value in node.meta.items() if key != "val"}
+                before = operand.meta.get("val")
+                if isinstance(before, Tensor):
+                    operands[n].meta["val"] = torch.diagonal(before, 0, first, second)
+                label[operands[n]], operand = Label.PURE, operands[n]
+                terms[n] = terms[n].replace(index, "") + index
+        node.args = (f"{','.join(terms)}->{result}", *operands)
+
+
+def twice_in(term: str) -> tuple[str, int, int] | None:
+    """An index that a term without dots has twice, with its two places; None if there is none."""
+    index = next((index for index in term if term.count(index) == 2), None)
+    return None if index is None or ELLIPSIS in term else (index, term.index(index), term.rindex(index))
+
+
 def in_pairs(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
     """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
 

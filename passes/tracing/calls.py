@@ -22,7 +22,7 @@ from torch.func import functional_call
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, buffers_of, parameters_of, pytree, transforms
 from .effects import OfOneRun, Trace, accelerators, model_restored, python_random, same_random, seed_all
-from .settings import is_torchs
+from .settings import FEW, TORCHS, is_torchs
 from .signature import autocast
 
 
@@ -225,7 +225,34 @@ def call_with(
         for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
         if id(tensor) in instead
     }
-    return functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
+    with in_containers(model, instead):
+        return functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
+
+
+@contextmanager
+def in_containers(model: nn.Module, instead: Mapping[int, Tensor]) -> Iterator[None]:
+    """Inside, attributes of modules that are no parameters or buffers have these tensors instead of those of these ids:
+    `self.weights = {"w": w}` of a wrapper that registers `w`, too."""
+    held: list[tuple[Any, Any, Tensor]] = []
+    few = max(FEW, len(instead))
+
+    def put(container: Any, depth: int) -> None:
+        for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            if key in TORCHS:
+                continue
+            if id(value) in instead:
+                held.append((container, key, value))
+                container[key] = instead[id(value)]
+            elif depth and type(value) in (dict, list, OrderedDict) and 0 < len(value) <= few:
+                put(value, depth - 1)
+
+    try:
+        for module in model.modules():
+            put(module.__dict__, 2)
+        yield
+    finally:
+        for container, key, value in held:
+            container[key] = value
 
 
 class Lent:

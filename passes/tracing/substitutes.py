@@ -32,6 +32,8 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
+`moves_left_out`: `self.layer.to(x.device)` of a layer that is there. A tracer's tensors cannot take its place.
+
 `Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `Bags`, `SparseProducts`.
 
 `EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
@@ -530,6 +532,27 @@ class Substitutes(TorchFunctionMode):
             for mode in self.modes:
                 stack.enter_context(mode)
             return func(*args, **(kwargs or {}))
+
+
+CONVERSIONS = ("to", "cuda", "cpu", "float", "double", "half", "bfloat16")  # of a module, and of a tensor
+
+
+@contextmanager
+def moves_left_out() -> Iterator[None]:
+    """Inside, modules that are moved to where they are, or cast to the type that they have, stay as they are."""
+
+    def moved(name: str, below: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for tensor in (*module.parameters(), *module.buffers()):
+            new = getattr(tensor.detach(), name)(*args, **kwargs)
+            changed = (new.dtype, new.stride()) != (tensor.dtype, tensor.stride()) and tensor.is_floating_point()
+            if changed or new.device != tensor.device:
+                return below(module, *args, **kwargs)
+        return module
+
+    with ExitStack() as stack:
+        for name in CONVERSIONS:
+            stack.enter_context(replaced_in_thread(nn.Module, name, partial(moved, name)))
+        yield
 
 
 def with_sparse_products(graph: fx.Graph) -> None:

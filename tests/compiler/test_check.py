@@ -75,9 +75,16 @@ def test_under_strict_it_is_an_error_together_with_all_that_is_generic() -> None
         "2 of 3 trainable parameters are in no structured Fisher block:",
         f"  w  {reason}",
         f"  b  {reason}",
-        "Let them be generic with compile(..., strict=False), declare a layer of their form with layers=[...], or "
-        "freeze them with requires_grad_(False).",
+        "Some layers are told by sizes, so give kfac_fx.compile example inputs. Or let them be generic with "
+        "compile(..., strict=False), declare a layer of their form with layers=[...], or freeze them with "
+        "requires_grad_(False).",
     ]
+
+
+def test_where_sizes_are_known_no_example_inputs_are_asked_for() -> None:
+    sized = before("resolve", Toy(lambda x, w: torch.cdist(x, w), w=(3, 4)), torch.randn(2, 4), strict=True)
+    with pytest.raises(RegistrationError, match=r"\nLet them be generic with compile\(\.\.\., strict=False\)"):
+        check(resolve(sized))
 
 
 def test_check_registration_names_every_culprit() -> None:

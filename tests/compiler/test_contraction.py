@@ -205,12 +205,33 @@ def test_dots_in_the_indices_of_a_weight_are_axes_that_have_letters(
 
 
 @pytest.mark.parametrize(
-    ("equation", "operands"), [("bni,bnj,bnk->bnijk", ("x", "x", "x")), ("bni,ii,i->bn", ("x", (4, 4), (4,)))]
+    ("equation", "operands"), [("bni,bnj,bnk->bnijk", ("x", "x", "x")), ("bni,iii,i->bn", ("x", (4, 4, 4), (4,)))]
 )
 def test_other_einsums_stay_as_they_are(equation: str, operands: tuple[Any, ...]) -> None:
-    """One without parameters, whose order is torch's to choose, and one of a diagonal."""
+    """One without parameters, whose order is torch's to choose, and one of an index that a weight has three times."""
     net = kfac_fx.compile(Einsum(equation, operands), (torch.randn(6, 3, 4),), loss="normal")
     assert [len(node.args) for node in net.program.graph.nodes if op_name(node) == "einsum"] == [4]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("exported", [True, False])
+@pytest.mark.parametrize(
+    ("equation", "w_shape"),
+    [("bd,dd->bd", (4, 4)), ("bd,dd", (4, 4)), ("bd,dde->be", (4, 4, 3)), ("bd,dede->bde", (4, 3, 4, 3))],
+)
+def test_an_index_that_a_weight_has_twice_is_one_of_its_diagonal(equation: str, w_shape: Shape, exported: bool) -> None:
+    model, x = Toy(lambda x, w: torch.tanh(torch.einsum(equation, x, w)).flatten(1), w=w_shape), torch.randn(5, 4)
+    if equation == "bd,dd":
+        model = Toy(lambda x, w: torch.tanh(torch.einsum(equation, x, w))[:, None], w=w_shape)
+    net = kfac_fx.compile(model, (x,) if exported else None, loss="normal", approximations={"w": "full"})
+    y = model(x).detach() + 1
+    found = net.record((x,), {}, mode="empirical", targets=y).statistics["w",]["per_case"]
+    assert not any(registration.generic for registration in net.registrations)
+    wanted = [
+        torch.autograd.grad(kfac_fx.losses.Normal(model(case), targets=target).evaluate(), model.w)[0].flatten()
+        for case, target in zip(x.split(1), y.split(1), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(wanted))
 
 
 @pytest.mark.parametrize("keepdim", [False, True])

@@ -122,6 +122,35 @@ def test_derivatives_without_example_inputs_are_captured_with_the_first_batch() 
     assert all(map(torch.equal, parameters, expected))
 
 
+class Transport(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        values = self.net(torch.cat([x, t], 1))
+        (by_x, by_t) = torch.autograd.grad(values, (x, t), torch.ones_like(values), create_graph=True)
+        return by_t + values * by_x
+
+
+def test_derivatives_by_inputs_that_need_gradients_are_captured_without_example_inputs() -> None:
+    points = torch.randn(16, 1, requires_grad=True), torch.randn(16, 1, requires_grad=True)
+
+    def trained(*examples: Any) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Transport(), *examples, loss="mse")
+        optimizer = kfac_fx.KFAC(net, seed=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(*points).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()], [f"{r}: {len(r.uses)}" for r in net.registrations]
+
+    (parameters, blocks), (expected, of_examples) = trained(), trained(points)
+    assert blocks == of_examples and not any("generic" in block for block in blocks)
+    assert all(map(torch.equal, parameters, expected))
+
+
 class Field(nn.Module):
     """A network that gives back its points, so that others differentiate it by them."""
 

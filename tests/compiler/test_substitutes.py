@@ -183,6 +183,39 @@ def test_what_data_is_written_through_is_no_graph() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+class Moved(nn.Module):
+    def __init__(self, move: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.move = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move(self, x)
+        y: Tensor = self.last(self.norm(self.first(x)))
+        return y
+
+
+MOVES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "to the device of the input": lambda model, x: model.get_submodule("last").to(x.device),
+    "the whole model, to device and type": lambda model, x: model.to(x.device, x.dtype),
+    "to the type that it has": lambda model, x: model.float(),
+    "to the processor": lambda model, x: model.get_submodule("norm").cpu(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_module_that_is_moved_to_where_it_is_is_in_the_graph(move: Callable[[nn.Module, Tensor], Any]) -> None:
+    net = kfac_fx.compile(Moved(move), (torch.randn(5, 3),), loss="normal", strict=True)
+    assert net.captures.first.whole and len(net.registrations) == 3
+    net(torch.randn(5, 3)).sum().backward()
+    assert nn.Module.to.__qualname__ == "Module.to"
+
+
+def test_a_module_that_is_cast_is_in_no_graph() -> None:
+    model = Moved(lambda model, x: model.get_submodule("last").to(torch.bfloat16))
+    with pytest.raises(kfac_fx.InputError, match="does not run on these inputs"):
+        kfac_fx.compile(model, (torch.randn(5, 3),), loss="normal")
+
+
 def test_a_step_of_a_cell_that_stands_in_has_the_shape_of_its_state() -> None:
     x, state, w, u = (torch.empty(shape, device="meta") for shape in ((7, 3), (7, 5), (20, 3), (20, 5)))
     assert [list(new.shape) for new in recurrent_cell("lstm", x, [state, state], w, u, None, None)] == [[7, 5], [7, 5]]

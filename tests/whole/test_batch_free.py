@@ -111,6 +111,67 @@ def test_a_table_that_layers_are_applied_to_is_an_embedding_of_all_its_rows() ->
     torch.testing.assert_close(statistics["A_diag"], torch.full((1, 3), 5.0))
 
 
+class Joined(nn.Module):
+    """Two tables that are repeated, joined, repeated for every case, and read by a layer."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.place, self.channel = nn.Parameter(torch.randn(rows, 2)), nn.Parameter(torch.randn(rows, 3))
+        self.inner, self.head = nn.Linear(5, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(self.place)
+        both = self.place.unsqueeze(0).repeat(rows, 1, 1), self.channel.unsqueeze(1).repeat(1, rows, 1)
+        table = torch.cat(both, -1).view(-1, 1, 5).repeat(x.shape[0], 1, 1)
+        y = torch.tanh(self.inner(table)).view(x.shape[0], -1, 4).sum(1)
+        return y * self.head(x)
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_tables_that_are_joined_in_front_of_a_layer_are_embeddings(exported: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Joined(2), torch.randn(4, 3)
+    net = kfac_fx.compile(model, (x,) if exported else None, loss="normal")
+    net.recorder((x,), {})
+    layers = {registration.parameters: registration.layer for registration in net.registrations}
+    assert layers["place",] == layers["channel",] == "embedding"
+    model = Joined(1)  # of a single row, of which the product is exact
+    estimator = kfac_fx.FisherEstimator(
+        kfac_fx.compile(model, (x,), loss="normal", strict=True), damping=1e-3, estimation_mode="exact"
+    )
+    estimator.update_covariances(x)
+    for name in ("place", "channel"):
+        block = estimator.blocks[name,].full_fisher_block()
+        torch.testing.assert_close(block, dense_fisher(model, x, (name,)))
+
+
+class Chosen(OneRow):
+    """A learned row that a layer reads as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.inner(x) + self.second(torch.tanh(self.first(self.rows[1])))))
+        return y
+
+
+def test_what_no_layer_has_without_sizes_is_captured_again_with_the_first_batch() -> None:
+    blocks = []
+    for examples in ((), (torch.randn(4, 3),)):
+        net = kfac_fx.compile(Chosen(), examples or None, loss="normal")
+        net.recorder((torch.randn(4, 3),), {})
+        blocks.append({registration.parameters: registration.approximation for registration in net.registrations})
+    assert blocks[0] == blocks[1] and blocks[0]["rows",] == "kron_in_diag"
+
+
+def test_what_is_declared_generic_needs_no_other_capture() -> None:
+    net = kfac_fx.compile(Chosen(), loss="normal", approximations={"rows": "generic"})
+    first = net.captures.first
+    assert net.recorder((torch.randn(4, 3),), {}).program.graph is first.program.graph
+
+
 def test_the_report_says_that_gradients_are_summed() -> None:
     net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "diagonal"})
     first = next(registration for registration in net.registrations if registration.parameters == FREE[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.layers.declaration import Written
@@ -42,3 +42,44 @@ def test_constant_columns_stay_parts_of_their_matrix() -> None:
     model = Written(lambda x, w: F.linear(x, w[:, columns]), {"w": (5, 6)})
     (registration,) = kfac_fx.compile(model, (torch.randn(4, 3),), loss="normal", strict=True).registrations
     assert registration.layer == "linear"
+
+
+class Members(nn.Module):
+    """An ensemble whose members share a batch, each with the scales and the shifts of its own part."""
+
+    def __init__(self, in_turn: bool) -> None:
+        super().__init__()
+        self.in_turn = in_turn
+        self.scale, self.shift = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 2))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0] // 4
+        if self.in_turn:
+            turns: Tensor = self.layer(x * self.scale.repeat(n, 1)) + self.shift.repeat(n, 1)
+            return turns
+        y: Tensor = self.layer(x * self.scale.repeat_interleave(n, 0)) + torch.repeat_interleave(self.shift, n, dim=0)
+        return y
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("exported", [True, False])
+def test_rows_that_are_repeated_for_parts_of_the_batch_are_looked_up(exported: bool, in_turn: bool) -> None:
+    torch.manual_seed(0)
+    model = Members(in_turn).double()
+    examples = (torch.randn(12, 3).double(),) if exported else None
+    net = kfac_fx.compile(model, examples, loss="normal")
+    for cases in (12, 8):
+        x, y = torch.randn(cases, 3).double(), torch.randn(cases, 2).double()
+        found = net.record((x,), {}, mode="empirical", targets=y).statistics
+        layers = {registration.parameters: registration.layer for registration in net.registrations}
+        assert layers["scale",] == layers["shift",] == "embedding"
+        for name in ("scale", "shift"):
+            wanted = torch.zeros(model.get_parameter(name).shape[1], dtype=torch.float64)
+            outputs = model(x)
+            for case, target in zip(outputs, y, strict=True):
+                loss = kfac_fx.losses.Normal(case[None], targets=target[None]).evaluate()
+                (gradient,) = torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
+                wanted += gradient.sum(0).square()  # of a case, in whose row alone it is not zero
+            torch.testing.assert_close(found[name,]["G"].squeeze().diagonal(), wanted)
+            assert float(found[name,]["count"]) == cases

@@ -210,6 +210,7 @@ def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> st
 
 
 REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}))."
+COEFFICIENT = "give it the coefficient of ({}, kfac_fx.losses.{}(...)) in loss=."
 ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
@@ -284,7 +285,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another factor than the registered one": (
         {"loss": lambda y: (2.0, losses.Categorical(y / 5)), "targets": CLASSES,
              "trained": lambda y, t, _: 6 * F.cross_entropy(y / 5, t)},
-        times("3", "Categorical") + "take the factor out, or " + REGISTER.format(6, "Categorical", ""),
+        times("3", "Categorical") + "take the factor out, or " + COEFFICIENT.format(6, "Categorical"),
+    ),
+    "a mean over elements of a part of the output": (
+        {"loss": lambda y: losses.Normal(y[:, :2]), "targets": VALUES[:, :2],
+             "trained": lambda y, t, _: F.mse_loss(y[:, :2], t)},
+        times("0.5", "Normal") + ELEMENTS.replace("4", "2") + COEFFICIENT.format(0.5, "Normal"),
     ),
     "one-hot": (
         {"loss": losses.OnehotCategorical, "targets": CLASSES, "trained": ce(3.0)},
@@ -321,8 +327,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a variance of its own": (
         {"loss": variance, "targets": VALUES[:, :2],
              "trained": lambda y, t, _: F.gaussian_nll_loss(y[:, :2], t, y[:, 2:].exp(), eps=0, reduction="sum") / 4},
-        times("2", "NormalMeanVariance") + "take the factor out, or register it as loss=lambda outputs: "
-        "(2, kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1].exp())).",
+        times("2", "NormalMeanVariance") + "take the factor out, or " + COEFFICIENT.format(2, "NormalMeanVariance"),
     ),
     "undivided micro-batches": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(), "forwards": 2},

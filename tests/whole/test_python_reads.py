@@ -73,6 +73,19 @@ def shared(own: Any, h: Tensor) -> Tensor:
     return F.linear(F.linear(h, own.last.weight), own.last.weight.t())
 
 
+class Wrapper(Reading):
+    """Has its weights in containers, too, as wrappers of other libraries have."""
+
+    def __init__(self) -> None:
+        super().__init__(held, weight=(5, 5), bias=(5,))
+        self.held = {"weight": self.weight, "more": [self.bias]}
+
+
+def held(own: Any, h: Tensor) -> Tensor:
+    weights = {name: value.to(h) for name, value in own.held.items() if name == "weight"}
+    return F.linear(h, weights["weight"], own.held["more"][0].type_as(h))
+
+
 CASES: dict[str, tuple[nn.Module, dict[tuple[str, ...], tuple[str, int]]]] = {
     "a chain of operations": (Reading(chain, weight=(5, 5), bias=(5,)), {("weight", "bias"): ("linear", 1)}),
     "several calls": (Reading(often, weight=(5, 5)), {("weight",): ("linear", 1)}),
@@ -86,6 +99,11 @@ CASES: dict[str, tuple[nn.Module, dict[tuple[str, ...], tuple[str, int]]]] = {
         {("gain",): ("scale_and_shift", 1), ("shift",): ("scale_and_shift", 1)},
     ),
     "positions": (Reading(placed, table=(9, 5)), {("table",): ("embedding", 1)}),
+    "in containers": (Wrapper(), {("weight", "bias"): ("linear", 1)}),
+    "cast to the type of another tensor": (
+        Reading(lambda own, h: h.to(own.weight) @ own.weight.to(h), weight=(5, 5)),
+        {("weight",): ("linear", 1)},
+    ),
     "of a captured submodule": (
         Reading(shared),
         {("last.weight",): ("linear", 3), ("last.bias",): ("linear", 1)},
