@@ -36,7 +36,14 @@ from .graphs.operations import (
     function_matched,
     op_name,
 )
-from .graphs.spelling import in_pairs, order_operands, respell, spell_selections, subtract_by_adding
+from .graphs.spelling import (
+    in_order_of_letters,
+    in_pairs,
+    order_operands,
+    respell,
+    spell_selections,
+    subtract_by_adding,
+)
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import LAYERS, Form, Layer
 from .layers.declaration import ROLES, unknown_attribute
@@ -412,7 +419,10 @@ class Binding:
             return False
         if self.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
             return False
-        pairs = [(wanted.args, actual.args), *((value, actual.kwargs[key]) for key, value in wanted.kwargs.items())]
+        args = actual.args
+        if op_name(wanted) == "einsum" and args and in_order_of_letters(wanted.args[0]) == in_order_of_letters(args[0]):
+            args = (wanted.args[0], *args[1:])  # letters are names
+        pairs = [(wanted.args, args), *((value, actual.kwargs[key]) for key, value in wanted.kwargs.items())]
         return all(self.fits(inner, its) for inner, its in pairs)
 
     def uncast(self, actual: Any) -> Any:

@@ -120,7 +120,8 @@ class Timeline:
         along, start, *rest = arguments
         if along % dims != dim:
             return None
-        ends = {"select": start + 1, "narrow": start + rest[0] if rest else None, "slice": rest[0] if rest else None}
+        number = rest[0] if rest and isinstance(rest[0], int) else None  # a size of the batch is a node
+        ends = {"select": start + 1, "narrow": None if number is None else start + number, "slice": number}
         return start if ends[name] == start + 1 else None
 
     def steps(self, uses: Sequence[Use]) -> tuple[list[int] | None, str]:

@@ -334,6 +334,7 @@ def owners(parameter: str) -> list[str]:
 
 Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
 EMPTY = "its parameters have no elements"
+WITHOUT_ROWS = f"{UNTIED}, so the rows of its layer tell no gradients of cases"
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
 
@@ -345,8 +346,10 @@ def resolve(program: Program) -> Program:
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
+    untied = {name: WITHOUT_ROWS for of in registrations if is_untied(program, of) for name in of.parameters}
+    registrations = [registered for registered in registrations if untied.keys().isdisjoint(registered.parameters)]
     taken = {name for registered in registrations for name in registered.parameters}
-    generics, unused = leftovers(program, taken, mixed)
+    generics, unused = leftovers(program, taken, {**mixed, **untied})
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     registrations.sort(key=lambda registered: order[registered.uses[0].output])
     return program.but(
@@ -660,6 +663,16 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         sampling=program.options.sampling,
         blocks=side_blocks(program, first.layer, chosen, matrix),
     )
+
+
+def is_untied(program: Program, registration: Registration) -> bool:
+    """Whether it is right as a generic parameter alone: its uses have different numbers of cases, so its rows tell no
+    gradients of cases; and it is one number, of whose rows no independence is near, or is asked to be diagonal or full.
+    """
+    if registration.matrix is None or UNTIED not in (registration.reason or "") or program.options.strict:
+        return False
+    asked = requested(program, registration.parameters, registration.layer)
+    return bool(asked & {FULL.name, DIAGONAL.name}) or (not asked and prod(registration.matrix.shape) == 1)
 
 
 def of_complex(use: Use) -> bool:

@@ -110,6 +110,13 @@ UNCOMPARED = ("made of", "progress")  # entries that other checks compare
 
 # --- manifests --------------------------------------------------------------------------------------------------------
 
+NO_CASES = "`batches` has no cases: all its batches are empty, or all targets are ignored."
+NONE_IN_MASK = (
+    " Or the padding mask is inverted: it leaves out every position with a target. A mask is nonzero where a position "
+    "is real. If yours is True at padding, invert it with a function of what forward takes, as in "
+    "padding_mask=lambda ids, pad: ~pad."
+)
+
 
 def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """The description of a folder without its files. settings: how they were made, which a resumed run must share."""
@@ -801,7 +808,8 @@ def fit_part(
         over_data(net, batches, FACTORS, names, record, *pending, folder, not_finite)
         not_finite.tell(refuse=options.alone)
         if options.alone and not int(estimator.pending_state()["cases"]):
-            raise ValueError("`batches` has no cases: all its batches are empty, or all targets are ignored.")
+            is_masked = net.captures.capturing.arguments.padding_mask is not None
+            raise ValueError(NO_CASES + NONE_IN_MASK * is_masked)
         estimator.fold()
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
         del estimator, record  # the spectrum has a copy of the factors

@@ -85,6 +85,7 @@ from kfac_fx.recording.statistics import Key
 
 ALL_BLOCKS = slice(None)
 WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
+PART_OF_MEAN = 0.003  # of the mean eigenvalue of a side, which damps it where a rule with bases has no other damping
 ValueT = TypeVar("ValueT")
 Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
 
@@ -444,9 +445,11 @@ class BlockGroup:
         return means / stack.total_weight.unsqueeze(-1)
 
     def part_of_mean(self, mean: Tensor) -> Tensor:
-        """λ_A = c tr A / dim A of a `relative_damping`, from mean eigenvalues; 1 where that underflows, as of zeros."""
-        assert self.relative_damping is not None, "bug in kfac_fx: a part of the mean, and no relative damping"
-        part = self.relative_damping * mean
+        """λ_A = c tr A / dim A of a `relative_damping`, from mean eigenvalues; 1 where that underflows, as of zeros.
+
+        The bases of a rule that has λ are in such units, too, and these cancel.
+        """
+        part = (PART_OF_MEAN if self.relative_damping is None else self.relative_damping) * mean
         return torch.where(part >= torch.finfo(part.dtype).tiny, part, 1)
 
     def positions(self) -> Tensor:

@@ -149,6 +149,7 @@ class ObservedForward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights = field(default_factory=lambda: Weights())  # of the forward
     otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
+    between: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # see `derivatives_between`
 
     @cached_property
     def inputs(self) -> Any:
@@ -161,11 +162,23 @@ class ObservedForward:
         the loss, as that of forward and a term of the outputs have."""
         other = self.otherwise
         if other is None or not other.gradients:
-            return self
+            return replace(self, gradients=self.own_gradients())
         if not self.gradients:
-            return other
-        leaves, gradients = [*other.leaves, *self.leaves], {**other.gradients, **self.gradients}
+            return replace(other, gradients=other.own_gradients())
+        leaves, gradients = [*other.leaves, *self.leaves], {**other.own_gradients(), **self.own_gradients()}
         return replace(other, leaves=leaves, gradients=gradients)
+
+    def own_gradients(self) -> dict[int, Tensor]:
+        """The gradients that the user sends into each leaf. Into a part of a loss that is returned, too, the loss sends
+        another one, which would count the part twice."""
+        own = dict(self.gradients)
+        for later in sorted(self.between, key=lambda leaf: -len(self.between[leaf])):  # has all that an earlier one has
+            for earlier, derivative in self.between[later].items():
+                if later in own and earlier in own:
+                    arrived = self.gradients[earlier]
+                    rest = own[earlier] - own[later] * derivative.view_as(arrived)
+                    own[earlier] = torch.where(rest.abs() <= rounding_of(arrived), 0, rest)
+        return own
 
     @staticmethod
     def of(
@@ -186,11 +199,13 @@ class ObservedForward:
         def at(leaves: list[int], at_outputs: bool) -> ObservedForward:
             forward = ObservedForward(recorder, args, kwargs, tree, leaves, at_outputs, precision, weights=weights)
             axes = recorder.axes_of_log_probabilities(outputs, leaves) if at_outputs else {}
-            for leaf in leaves:
+            for leaf in dict.fromkeys(leaves):
                 take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
             return forward
 
+        between = derivatives_between(returned, leaves)
         forward = at(leaves, at_outputs)
+        forward.between = between
         if at_outputs and (losses := losses_apart(recorder, returned, leaves)):
             forward.otherwise = at(losses, False)
         return forward
@@ -201,6 +216,26 @@ class ObservedForward:
             return
         taken = gradient.detach().clone()
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
+
+
+def derivatives_between(returned: Sequence[Any], leaves: Sequence[int]) -> dict[int, dict[int, Tensor]]:
+    """The derivatives of returned numbers by those that they are computed from: of a loss by its parts. {leaf: {earlier
+    leaf: derivative}}."""
+    numbers = [leaf for leaf in dict.fromkeys(leaves) if returned[leaf].numel() == 1 and returned[leaf].requires_grad]
+    found: dict[int, dict[int, Tensor]] = {}
+    for leaf in numbers if len(numbers) > 1 else ():
+        others = [other for other in numbers if other != leaf]
+        derivatives = torch.autograd.grad(
+            returned[leaf].sum(), [returned[other] for other in others], retain_graph=True, allow_unused=True
+        )
+        pairs = zip(others, derivatives, strict=True)
+        if of_leaf := {other: derivative for other, derivative in pairs if derivative is not None}:
+            found[leaf] = of_leaf
+    return found
+
+
+def rounding_of(gradient: Tensor) -> Tensor:
+    return ROUNDINGS * torch.finfo(gradient.dtype).eps * gradient.abs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -604,11 +639,11 @@ class BatchLoss:
         return fisher, self.slope(forward, pushed[len(values.losses) :]), values.cases
 
     def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:
-        """The inner product of the observed gradients and vectors over the leaves."""
+        """The inner product of the observed gradients and vectors over the leaves, each once."""
         pairs = [
             (real_numbers(forward.gradients[leaf].to(vector)), real_numbers(vector))
-            for leaf, vector in zip(forward.leaves, vectors, strict=True)
-            if leaf in forward.gradients
+            for place, (leaf, vector) in enumerate(zip(forward.leaves, vectors, strict=True))
+            if leaf in forward.gradients and leaf not in forward.leaves[:place]
         ]
         terms = [(g * v).sum(dtype=torch.promote_types(v.dtype, torch.float32)) for g, v in pairs]
         device = next((vector.device for vector in vectors), next(self.net.parameters()).device)
@@ -691,10 +726,7 @@ class SolvedGradients:
                 known[place] = ((m - d * u).abs() <= rounding**0.5 * d).all()
         sent = [solved.get(place, torch.zeros_like(inputs[place])) for place in tied]
         again = pull(sent) if zs else [torch.zeros_like(leaf) for leaf in leaves]
-        explained = [
-            (there - g).abs() <= ROUNDINGS * torch.finfo(g.dtype).eps * g.abs()
-            for there, g in zip(again, gradients, strict=True)
-        ]
+        explained = [(there - g).abs() <= rounding_of(g) for there, g in zip(again, gradients, strict=True)]
         return SolvedGradients(solved, known, explained)
 
 

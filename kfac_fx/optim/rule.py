@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import basis_of, new_bases, solved, turned, update_bases
-from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.groups import PART_OF_MEAN, BlockGroup
 from kfac_fx.linalg.arguments import Values, a_flag, a_weight, finite, not_negative, positive, whole_number
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import Check, StepSize, tolerated
@@ -513,7 +513,7 @@ class Rule:
     def side_damping(self) -> float | None:
         """The part of their mean eigenvalue that damps sides of blocks, an option `relative_damping`; None: λ does."""
         given: float | None = getattr(self, "relative_damping", None)
-        return 0.003 if given is None and self.has_bases else given
+        return PART_OF_MEAN if given is None and self.has_bases else given
 
     def side_damping_with(self, weight_decay: float) -> float | None:
         """`side_damping`, where the largest weight decay of all groups is this."""
@@ -844,6 +844,12 @@ class Damped(Rule):
 
     damping: Annotated[float | Tensor | None, positive] = None
     precon_damping_mult: Annotated[float, positive] = 1.0
+
+    @property
+    def side_damping(self) -> float | None:
+        """None for a `damping` of a rule with bases that has no option `relative_damping`."""
+        by_damping = self.damping is not None and not hasattr(self, "relative_damping")
+        return None if by_damping else super().side_damping
 
     @property
     def first_damping(self) -> float | Tensor:

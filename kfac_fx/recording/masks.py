@@ -49,14 +49,15 @@ from kfac_fx.passes.errors import (
     warn_user,
     where,
 )
-from kfac_fx.passes.graphs.labels import in_example, shape_of
+from kfac_fx.passes.graphs.labels import everything_behind, in_example, shape_of, sizes_of
 from kfac_fx.passes.graphs.operations import VIEWS, op_name
 from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, LossSite, Note, Program, Registration
 from kfac_fx.passes.losses import mask_on, unknowable
 from kfac_fx.passes.padding import OTHER_SEQUENCES, padding
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.submodules import graph_of
-from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.torch_private import class_of, make_fx, pytree
+from kfac_fx.passes.trace import quiet
 from kfac_fx.passes.tracing.signature import signature_of
 from kfac_fx.passes.tracing.substitutes import lengths_in
 from kfac_fx.recording.emitted import EmittedModel
@@ -96,8 +97,23 @@ def program_with_mask(
         if node is None:  # this call does without the argument
             return program
     else:
+        place = place_of_cases(program)
         node = traced_mask(program, declared, args, kwargs)
+        if place is not None:  # torch may have found that their symbol equals another one, or a number
+            program = program.but(cases=sizes_of(place[0])[place[1]])
+            refuse_fixed_cases(program)
     return padding(program.but(mask=checked_mask(node)))
+
+
+def refuse_fixed_cases(program: Program) -> None:
+    """Raises RegistrationError if the trace of a padding mask made the number of cases that of the example."""
+    if program.cases is not None and program.cases.isdigit():
+        raise RegistrationError(
+            f"padding_mask holds for batches of {program.cases} cases alone: it reads their number as that of the "
+            "example, by int(x.shape[0]) or len(x), or a tensor with a row for each of them that is no argument of "
+            "forward.\n"
+            "Write x.shape[0] for their number, and let forward take each tensor that has a row for each case."
+        )
 
 
 def program_with_loss_mask(program: Program) -> Program:
@@ -306,32 +322,18 @@ def refuse_shape(mask: Tensor) -> None:
         raise RegistrationError(f"padding_mask has shape {shape}, {WANTED_SHAPE}")
 
 
-class ConstantsAsBuffers(fx.proxy.GraphAppendingTracer):
-    """Writes operations behind proxies into the graph of a program. A tensor that is no proxy, such as
-    `torch.arange(8)`, becomes a buffer that the graph reads."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program.graph)
-        self.root = program.root
-
-    def create_arg(self, a: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return super().create_arg(a)
-        name = next(name for n in itertools.count() if not hasattr(self.root, name := f"padding_mask_constant_{n}"))
-        self.root.register_buffer(name, a.detach())
-        node = self.graph.create_node("get_attr", name)
-        node.meta["val"] = a.detach()
-        return node
-
-
 def traced_mask(
     program: Program, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.Node:
-    """`function` of the model's arguments, written into the graph behind its inputs."""
+    """`function` of the model's arguments, written into the graph behind its inputs. It is traced with the sizes of the
+    graph, so its cases are those of the model.
+
+    Raises RegistrationError if it cannot be traced, or if it does not depend on the inputs.
+    """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     inputs = program.inputs
 
-    def called_on(values: Sequence[Any]) -> Any:
+    def called_on(*values: Any) -> Any:
         tensors = iter(values)
         replaced = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         its_args, its_kwargs = pytree.tree_unflatten(replaced, spec)
@@ -339,26 +341,47 @@ def traced_mask(
 
     refuse_misfit_of_function("padding_mask", function, args, kwargs)
     program.labeled.clear()  # they have none of the new nodes
-    shapes = [node.meta["val"] for node in inputs]
     try:
-        with getattr(shapes[0], "fake_mode", nullcontext()), lengths_in([function]):
-            value = called_on(shapes)
-        with program.graph.inserting_before(inputs[-1].next), lengths_in([function]):
-            tracer = ConstantsAsBuffers(program)
-            result = called_on([fx.Proxy(node, tracer) for node in inputs])
+        with lengths_in([function]), quiet():
+            module = make_fx(called_on, tracing_mode="symbolic")(*(node.meta["val"] for node in inputs))
     except Exception as error:
         if fatal(error):
             raise
-        of_len = "'len' is not supported" in str(error)  # in another file; torch.fx would have it wrapped
         raise RegistrationError(
-            "padding_mask cannot be traced: "
-            f"{'it takes len() of a tensor: write x.shape[0] instead of len(x)' if of_len else first_line(error)}\n"
+            f"padding_mask cannot be traced: {first_line(error)}\n"
             "Write it with tensor operations on the arguments of forward, as in padding_mask=lambda ids: ids != 0."
         ) from error
-    if not isinstance(result, fx.Proxy):
-        raise RegistrationError(f"padding_mask returned a {type(value).__name__} that does not depend on the inputs")
-    result.node.meta["val"] = value
-    return result.node
+    output = module.graph.output_node()
+    result = output.args[0]
+    if not isinstance(result, fx.Node) or not any(node.op == "placeholder" for node in everything_behind([result])):
+        kind = type(result.meta.get("val") if isinstance(result, fx.Node) else result).__name__
+        raise RegistrationError(f"padding_mask returned a {kind} that does not depend on the inputs")
+    given = iter(inputs)
+    copies: dict[fx.Node, fx.Node] = {}
+    with program.graph.inserting_before(inputs[-1].next):
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node is not output:
+                copies[node] = program.graph.node_copy(node, copies.__getitem__)
+                if node.op == "get_attr":
+                    copies[node].target = constant_of_mask(program, getattr(module, str(node.target)))
+    return copies[result]
+
+
+def constant_of_mask(program: Program, value: Tensor) -> str:
+    """The name of a new buffer for a tensor that a padding mask reads and that is no input."""
+    name = next(name for n in itertools.count() if not hasattr(program.root, name := f"padding_mask_constant_{n}"))
+    program.root.register_buffer(name, value.detach())
+    return name
+
+
+def place_of_cases(program: Program) -> tuple[fx.Node, int] | None:
+    """An input whose size is the symbol of the cases, and the dimension; None if they are a number."""
+    if program.cases is None or program.cases.isdigit():
+        return None
+    pairs = ((node, dim) for node in program.inputs for dim, size in enumerate(sizes_of(node)) if size == program.cases)
+    return next(pairs, None)
 
 
 def checked_mask(node: fx.Node) -> fx.Node:

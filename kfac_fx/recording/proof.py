@@ -37,7 +37,7 @@ from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.layers.declaration import unknown_attribute
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.resolve import requested
+from kfac_fx.passes.resolve import WITHOUT_ROWS, choose, is_untied, requested
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import first_sizes
@@ -412,7 +412,13 @@ def demoted(
             registrations += [program.generic(name, reason) for name in registration.parameters]
         elif registration.parameters in changed:
             approximation, why = changed[registration.parameters]
-            registrations.append(replace(registration, approximation=approximation, reason=why))
+            other = replace(registration, approximation=approximation, reason=why)
+            if is_untied(program, other):
+                diagonal_or_full = [choose(program, "generic", None, (), name)[0] for name in other.parameters]
+                pairs = zip(other.parameters, diagonal_or_full, strict=True)
+                registrations += [program.generic(name, WITHOUT_ROWS, chosen.name) for name, chosen in pairs]
+            else:
+                registrations.append(other)
         else:
             registrations.append(registration)
     registrations += [program.generic(name, MISSED) for name in missed]

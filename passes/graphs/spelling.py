@@ -430,6 +430,17 @@ def terms_of(equation: str) -> tuple[list[str], str]:
     return terms.split(","), result
 
 
+def in_order_of_letters(equation: Any) -> Any:
+    """The equation with its letters named anew, in their order: `"oi,ni->no"` -> `"ab,cb->ca"`. Itself if it is none,
+    as the attribute of a form that takes every equation."""
+    if not isinstance(equation, str):
+        return equation
+    terms, result = terms_of(equation)
+    written = f"{','.join(terms)}->{result}"
+    letters = "".join(dict.fromkeys(filter(str.isalpha, written)))
+    return written.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
+
+
 def name_axes(graph: fx.Graph, parameters: Mapping[str, Tensor]) -> None:
     """Give letters to the axes of parameters that an equation writes as dots, because layers read letters.
 

@@ -205,6 +205,49 @@ def test_dots_in_the_indices_of_a_weight_are_axes_that_have_letters(
 
 
 @pytest.mark.parametrize(
+    ("of_form", "of_model"),
+    [
+        ("oab,na,nb->no", "kij,bi,bj->bk"),
+        ("kij,bi,bj->bk", "kij,bi,bj->bk"),
+        ("oab,...a,...b->...o", "kij,...i,...j->...k"),
+    ],
+)
+def test_letters_of_a_declared_einsum_are_names(of_form: str, of_model: str) -> None:
+    """Another letter was another einsum, so the layer was nowhere in the graph."""
+    net = kfac_fx.compile(Squares(of_model), (torch.randn(6, 4),), loss="normal", layers=[squares(of_form)])
+    assert [row.layer for row in net.report.rows] == ["squared"]
+
+
+def test_other_letters_of_a_declared_einsum_make_another_one() -> None:
+    with pytest.warns(UserWarning, match="the layer 'squared' of layers=.* is nowhere in the graph"):
+        kfac_fx.compile(
+            Squares("kij,bi,bj->bk"), (torch.randn(6, 4),), loss="normal", layers=[squares("kij,bj,bi->bk")]
+        )
+
+
+class Squares(nn.Module):
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation, self.weight = equation, nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.equation, self.weight, x, x)
+
+
+def squares(equation: str) -> Any:
+    @kfac_fx.layer(
+        rows=lambda x, attrs: (x[:, :, None] * x[:, None, :]).reshape(len(x), 1, -1),
+        grad_rows=lambda dy, attrs: dy.unsqueeze(1),
+        layouts={"weight": "k i j -> k (i j)"},
+        example=lambda: (Squares(equation), torch.randn(6, 4)),
+    )
+    def squared(x: Tensor, *, weight: Tensor) -> Tensor:
+        return torch.einsum(equation, weight, x, x)
+
+    return squared
+
+
+@pytest.mark.parametrize(
     ("equation", "operands"), [("bni,bnj,bnk->bnijk", ("x", "x", "x")), ("bni,iii,i->bn", ("x", (4, 4, 4), (4,)))]
 )
 def test_other_einsums_stay_as_they_are(equation: str, operands: tuple[Any, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -79,7 +79,8 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
         outputs = net(*args)
         forwards.append(ObservedForward.of(net.recorder(args, {}), args, {}, outputs))
         (loss_scale * loss(outputs)).backward()
-    return BatchLoss(net, forwards, JacobianProducts(), loss_scale, False, Replicas(), (), None)
+    arrived = [forward.as_arrived for forward in forwards]
+    return BatchLoss(net, arrived, JacobianProducts(), loss_scale, False, Replicas(), (), None)
 
 
 @pairs(("distribution, loss", TRAINED), ("loss_scale", [1.0, 128.0]))
@@ -220,6 +221,51 @@ def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
     torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
     for values in before, batch.returned(here):
         torch.testing.assert_close(batch.value(values), value.detach())
+
+
+class WithParts(nn.Module):
+    """Returns its loss and what else is wanted of the parts of it, a part of a part, and the loss once more."""
+
+    def __init__(self, inner: nn.Module, wanted: Sequence[str]) -> None:
+        super().__init__()
+        self.inner, self.wanted = inner, wanted
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        error = (self.inner(x) - y).square().mean()
+        first, second = 4 * error, (self.inner(2 * x) - y).square().mean()
+        loss = 0.5 * first + 0.5 * second
+        every = {"error": error, "first": first, "loss": loss, "second": second, "again": loss}
+        return {name: value if name in self.wanted else value.detach() for name, value in every.items()}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(
+    ("trained", "alone"),
+    [
+        (lambda out: out["loss"], True),
+        (lambda out: out["loss"] + out["again"], False),
+        (lambda out: out["loss"] + 3 * out["error"] + out["second"], False),
+        (lambda out: out["error"], False),
+    ],
+)
+def test_parts_of_a_loss_that_are_returned_next_to_it_count_once(
+    again: bool, trained: Callable[[Any], Tensor], alone: bool
+) -> None:
+    """The gradient of the loss passes them. The slope along a direction is that of the loss, whatever is returned."""
+    wanted = ["error", "first", "loss", "second"]
+    net = compile(WithParts(network(), [*wanted, "again"] if again else wanted), (X, VALUES))
+    batch = observed(net, ((X, VALUES), trained))
+    assert batch.has_names
+    parameters, direction = parameters_of(net), parameters_of(net, 1.0)
+    gradients = torch.autograd.grad(trained(net(X, VALUES)), [*net.parameters()])
+    expected = sum((g * d).sum() for g, d in zip(gradients, direction.values(), strict=True))
+    fisher, slope, _ = batch.along(parameters, direction)
+    torch.testing.assert_close(slope, expected)
+    if alone:
+        detached = compile(WithParts(net.model.inner, ["loss"]), (X, VALUES))
+        same = observed(detached, ((X, VALUES), trained))
+        torch.testing.assert_close((fisher, slope), same.along(parameters, direction)[:2])
+        torch.testing.assert_close(batch.value(batch.at(parameters)), same.value(same.at(parameters)))
 
 
 class Weighed(nn.Module):

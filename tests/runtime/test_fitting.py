@@ -757,6 +757,25 @@ def test_batches_without_cases_are_refused_in_these_words(ignored: bool) -> None
         fit_spectrum(net, [(x, torch.full((len(x),), -100))] * 2, mode="empirical")
 
 
+def test_an_inverted_padding_mask_without_cases_is_named() -> None:
+    """The words were of empty batches."""
+    ids, pad = torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([[False, False, True], [False, True, True]])
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+        def forward(self, ids: Tensor, pad: Tensor) -> Tensor:
+            out: Tensor = self.head(self.words(ids).masked_fill(pad[..., None], 0))
+            return out
+
+    net = kfac_fx.compile(Padded(), (ids, pad), loss="categorical", padding_mask="pad")
+    batch = Batch(ids, pad, targets=ids.masked_fill(pad, -100))
+    with pytest.raises(ValueError, match=r"^`batches` has no cases: .* Or the padding mask is inverted: .*: ~pad\.$"):
+        fit_spectrum(net, [batch], case="sequence")
+
+
 def test_a_measurement_is_known_of_every_spectrum_that_it_made(tmp_path: Path) -> None:
     """A fit in memory did not know it, so its scores by the loss came without a warning; a saved one forgot it."""
     net, x, y = kfac_fx.compile(nn.Linear(4, 3), loss="categorical"), torch.randn(8, 4), torch.randint(3, (8,))

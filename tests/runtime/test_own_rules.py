@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.optim.rule import OF_RULES
-from kfac_fx.rules import BlockStep, EigenMoments, Regular, Rule, Update, zeros_for
+from kfac_fx.rules import BlockStep, Damped, EigenMoments, Regular, Rule, Update, zeros_for
 
 X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
 
@@ -154,6 +154,44 @@ def test_a_power_that_is_not_declared_is_told() -> None:
         (ValueError, KeyError), match=r"or write exps: ClassVar = \(-0\.5,\) in the class of your rule\."
     ):
         step_with(Started(returned=lambda s: Update(s.power(-0.5, s.g))))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solving(Damped):
+    """Solves in the eigenbases, with the option `damping` as λ."""
+
+    name: ClassVar[str] = "solving"
+    has_bases: ClassVar[bool] = True
+    seen: Any = None
+
+    def direction(self, step: BlockStep) -> Update:
+        solved = step.solved(step.g, step.damping)
+        self.seen.append([of.clone() for of in (step.g, solved, step.precondition(step.g), step.damping)])
+        return Update(solved)
+
+
+@pytest.mark.parametrize("damping", [0.05, 1e8])
+def test_a_rule_with_bases_takes_a_damping(damping: float) -> None:
+    """It was refused for an option `relative_damping` that the rule has not, and λ was 0 without it."""
+    seen: list[Any] = []
+    torch.manual_seed(0)
+    net = kfac_fx.compile(nn.Linear(5, 4), (X,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, rule=Solving(damping=damping, seen=seen), cov_update_every=1, invert_every=1)
+    optimizer.zero_grad()
+    F.cross_entropy(net(X), Y).backward()
+    optimizer.step()
+    (block,) = optimizer.estimator.blocks.values()
+    fisher = torch.kron(*(block.factors[side].value[0] for side in "GA"))
+    g, solved, preconditioned, given = seen[-1]
+    assert given == optimizer.damping == damping
+
+    def as_matrix(vector: Tensor) -> Tensor:
+        return torch.cat([vector[:20].view(4, 5), vector[20:].view(4, 1)], 1).flatten()
+
+    expected = torch.linalg.solve(fisher + damping * torch.eye(24), as_matrix(g))
+    torch.testing.assert_close(as_matrix(solved), expected, rtol=1e-3, atol=1e-5 / damping)
+    if damping > 1:  # where (F + λ)⁻¹ is 1 / λ, however λ is divided among the sides
+        torch.testing.assert_close(preconditioned * damping, g, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Started, Sided])

@@ -199,6 +199,50 @@ def test_a_mask_takes_the_length_of_a_tensor() -> None:
     assert len(net.captures.recorders) == 1 and "len" not in globals()
 
 
+def of_shifted(ids: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]) < lengths[:, None] - 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (lambda ids, lengths: (ids != 0) & F.pad(ids[:, 1:] != 0, (0, 1), value=False), of_shifted),
+        (lambda ids, lengths: F.pad((ids != 0).long(), (-1, 1)), of_shifted),
+        (lambda ids, lengths: F.pad(ids, (0, 1)).unfold(1, 2, 1).amin(-1) != 0, of_shifted),
+        (lambda ids, lengths: F.pad((ids != 0).narrow(1, 1, ids.shape[1] - 1), (0, 1)), of_shifted),
+        (lambda ids, lengths: torch.ones(ids.shape[0], ids.shape[1]).cumsum(1) < lengths[:, None], of_shifted),
+        (lambda ids, lengths: torch.sort(ids != 0, 1, descending=True).values, of_lengths),
+        (lambda ids, lengths: torch.vmap(lambda row: row != 0)(ids), of_lengths),
+        (lambda ids, lengths: (torch.arange(ids.shape[1]) < lengths[:, None]) & (ids != 0), of_lengths),
+    ],
+)
+def test_every_operation_of_a_mask_keeps_the_cases(
+    mask: Callable[[Tensor, Tensor], Tensor], expected: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Numbers that torch finds in the trace of the mask, or a symbol that it finds to be another one, would make all
+    sequences one example."""
+    model = Lengths(nn.Embedding(9, 4))
+    model.head = nn.Linear(4, 5)
+    ids, lengths = torch.where(MASK, torch.randint(1, 9, (3, 5)), 0), torch.tensor(LENGTHS)
+    net = kfac_fx.compile(model, (ids, lengths), loss="categorical", padding_mask=mask)
+    assert net.captures.all[0].emitted.examples([ids, lengths]) == 3
+    longer = F.pad(ids[:2], (0, 2)), lengths[:2]
+    for inputs in ((ids, lengths), longer):
+        assert net.record(inputs, {}).cases == int(expected(*inputs).sum())
+    assert len(net.captures.recorders) == 1
+
+
+@pytest.mark.parametrize("mask", [lambda ids: torch.ones(int(ids.shape[0]), 5) * ids, lambda ids: MASK & (ids != 0)])
+def test_a_mask_of_one_number_of_cases_is_refused(mask: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RegistrationError) as refusal:
+        kfac_fx.compile(Small(), (torch.ones(3, 5).long(),), loss="categorical", padding_mask=mask)
+    assert str(refusal.value) == (
+        "padding_mask holds for batches of 3 cases alone: it reads their number as that of the example, by "
+        "int(x.shape[0]) or len(x), or a tensor with a row for each of them that is no argument of forward.\n"
+        "Write x.shape[0] for their number, and let forward take each tensor that has a row for each case."
+    )
+
+
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_other_lengths_than_cases_are_refused(number: int) -> None:
     """One length would be that of every case by broadcasting."""
@@ -307,7 +351,7 @@ def test_a_mask_of_a_call_by_names_is_written_with_these_names() -> None:
         ),
         (
             partial(lambda ids, attention_mask: torch.ones(len(ids), 5) * attention_mask),
-            "padding_mask cannot be traced: it takes len() of a tensor: write x.shape[0] instead of len(x)\nWrite",
+            "padding_mask holds for batches of 3 cases alone: it reads their number as that of the example",
         ),
         (lambda ids, attention_mask: torch.ones(3, 5), "padding_mask returned a "),
         (lambda ids, attention_mask: attention_mask[:, None], "padding_mask has shape ["),

@@ -506,6 +506,54 @@ def test_two_batches_of_one_encoder_are_not_said_to_be_merged() -> None:
     assert [(row.uses, row.reason) for row in rows] == [(2, None), (2, UNTIED)]
 
 
+class Adaptive(nn.Module):
+    """A field with a slope of one number, at points inside and on the border. derived: residuals are derivatives."""
+
+    def __init__(self, derived: bool) -> None:
+        super().__init__()
+        self.derived, self.inner, self.slope = derived, nn.Linear(2, 8), nn.Parameter(torch.ones(()))
+        self.outer = nn.Linear(8, 1)
+
+    def field(self, x: Tensor) -> Tensor:
+        u: Tensor = self.outer(torch.tanh(self.slope * self.inner(x)))
+        return u
+
+    def forward(self, inside: Tensor, border: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.derived:
+            return self.field(inside), self.field(border)
+        inside = inside.requires_grad_()
+        u = self.field(inside)
+        (residual,) = torch.autograd.grad(u.sum(), inside, create_graph=True)
+        return residual[:, :1] + u, self.field(border)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("asked", [None, "full", "diagonal"])
+def test_a_parameter_of_one_number_is_exact_between_batches_of_different_lengths(
+    derived: bool, asked: str | None
+) -> None:
+    """A layer's block takes the rows for independent, which those of one number are not, and an approximation that was
+    given by name was not honored."""
+    torch.manual_seed(0)
+    model = Adaptive(derived).double()
+    batch = torch.rand(9, 2).double(), torch.rand(4, 2).double()
+    net = kfac_fx.compile(
+        model,
+        batch,
+        loss=lambda out: [kfac_fx.losses.Normal(of) for of in out],
+        approximations={"slope": asked} if asked else None,
+    )
+    assert [row.block for row in net.report.rows if row.names == "slope"] == [f"generic {asked or 'diagonal'}"]
+    expected = torch.zeros(()).double()
+    for values in model(*batch):
+        slopes = [torch.autograd.grad(v, model.slope, retain_graph=True)[0] for v in values[:, 0]]
+        expected += 2 * torch.stack(slopes).square().mean()
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact", damping=0.0)
+    estimator.update_covariances(*batch)
+    only = {name: torch.full_like(p, float(name == "slope")) for name, p in net.named_parameters()}
+    torch.testing.assert_close(estimator.multiply(only)["slope"], expected)
+
+
 def test_a_block_of_whole_examples_meets_two_batches_of_different_lengths() -> None:
     net = kfac_fx.compile(Twins())
     optimizer = kfac_fx.KFAC(net, cov_update_every=1)
