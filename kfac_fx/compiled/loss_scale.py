@@ -538,7 +538,8 @@ DERIVATIVES_OUTSIDE = (
 
 class LossScaleWarning(UserWarning):
     """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
-    it, has derivatives of the outputs, or reaches other parameters; or it is one of residuals, and has no name."""
+    it, has derivatives of the outputs, or reaches other parameters; or it is one of residuals, and has no name; or
+    forward returns it, and it is not followed."""
 
     __module__ = "kfac_fx"
 

@@ -593,7 +593,7 @@ class EmittedGraph(EmittedModel):
 
     def weights(self, way: Way, leaf: Tensor, values: Any, known: Mapping[Any, Tensor]) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True)) | dict(known)
-        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
+        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant_or_parameter))
 
     def places(self, node: Any, values: Any, examples: int) -> Tensor | None:
         """The example of every element of a tensor that is made of parts of an input with a dimension of the cases, in
@@ -628,6 +628,11 @@ class EmittedGraph(EmittedModel):
             raise LookupError(name)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         return buffers[name] if name in buffers else attribute(self.program.root, name)
+
+    def constant_or_parameter(self, name: str) -> Any:
+        """As `constant`; of a parameter the present values."""
+        parameter = self.program.parameters.get(name)
+        return self.constant(name) if parameter is None else parameter.detach()
 
 
 def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
