@@ -144,7 +144,8 @@ def page(results: dict[str, Any], of_one_batch: dict[str, Any]) -> str:
             lines.append(f"| {row['job']} | {known[row['job']].words} | {' | '.join(shown)} |")
         lines.append("")
     lines += [*one_batch.section(of_one_batch), ""]
-    again = f" The losses of `KFAC(net)` are newer: `{results['kfac']}`." if "kfac" in results else ""
+    alone = "`KFAC(net)` was run again alone, later than its rivals"
+    again = f" {alone}: `{results['kfac']}`." if "kfac" in results else ""
     lines += [f"`{results['command']}` and `{of_one_batch['command']}`; torch {results['torch']}.{again}", ""]
     return "\n".join(lines)
 
