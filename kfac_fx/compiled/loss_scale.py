@@ -466,13 +466,14 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+        of_loss = [number / self.weight for number in (1.0, 1 / elements) if self.weight > 0]
         real = real_elements(self.loss)
         of_padding = [] if self.padded is None else [self.padded]
         of_padding += [] if real is None else [1 / real, 0.5 / real]
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
-            yield from (number / part for number in (*usual, *of_padding, *powers, *tens, 1 / 3))
+            yield from (number / part for number in (*usual, *of_loss, *of_padding, *powers, *tens, 1 / 3))
 
 
 def factors_of_squares(
@@ -615,6 +616,14 @@ class Watched:
     def is_one_tensor(self) -> bool:
         """Whether the model returns one tensor, of which a loss by its name is."""
         return sum(isinstance(leaf, Tensor) for leaf in self.outputs) == 1
+
+    @property
+    def only_output(self) -> str | None:
+        """The expression of the only tensor that the model returns; None if there are several."""
+        leaf = next((leaf for leaf in self.outputs if isinstance(leaf, Tensor)), None)
+        if not self.is_one_tensor or leaf is None:
+            return None
+        return place_of_leaf(results.tree_unflatten(self.outputs, self.spec), leaf)
 
     @property
     def value(self) -> float | None:
@@ -1002,6 +1011,7 @@ class LossFactor:
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
     is_single: bool = True  # as of `Reached`
+    output: str = "outputs"  # the expression of the only tensor, if it is single
     eps: float = 0.0  # as of `SquaredError`
 
 
@@ -1082,8 +1092,9 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    is_single = len(weighted) == 1 and watched.is_one_tensor
-    return [replace(of, is_single=is_single) for of in known or factor_of_returned(watched, weighted)]
+    output = watched.only_output if len(weighted) == 1 else None
+    single = {"is_single": False} if output is None else {"is_single": True, "output": output}
+    return [replace(of, **single) for of in known or factor_of_returned(watched, weighted)]
 
 
 def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
@@ -1617,7 +1628,7 @@ def registered_as(multiple: float, factor: LossFactor) -> str:
     if isinstance(factor.spec, LossSpec) and not factor.is_single:
         return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
     if isinstance(factor.spec, LossSpec):
-        made = factor.loss.written or f"kfac_fx.losses.{name}(outputs{variance})"
+        made = factor.loss.written or f"kfac_fx.losses.{name}({factor.output}{variance})"
         return f"register it as loss=lambda outputs: ({weight:.4g}, {made})"
     if factor.spec is not None:
         return f"register it on a LayerCollection with coeff={weight:.4g}"
@@ -1662,6 +1673,20 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, of_elements),
     ]
+    if (
+        reduction == "mean"
+        and loss.case_axes > 1
+        and (examples := len(loss.inputs) * factor.cases / loss.all_cases) > 1
+    ):
+        each = cases / examples
+        usual.append(
+            (
+                each,
+                f"it is the sum over all cases, divided by the {examples:.0f} examples of the batch: divide it by the "
+                f"number of cases, as a mean does. {each:.4g} cases for an example are no constant if examples have "
+                "different lengths",
+            )
+        )
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
     if (real := real_elements(loss)) is not None:
@@ -1972,8 +1997,9 @@ def no_events(reached: Reached) -> str | None:
     return (
         f"the trained loss fits no targets of the registered MultiBernoulli loss: {outputs} are larger than those of "
         "targets from 0 to 1. So it is another loss, or one with weights, such as pos_weight, or with another factor. "
-        f"If it is a squared error, {reached.write('mse')}. Else leave loss= out, and the factors are those of the "
-        "gradients that training sends back."
+        f"If it is a sum over the batch, divide it by its {loss.all_cases} cases. If it is a squared error, "
+        f"{reached.write('mse')}. Else leave loss= out, and the factors are those of the gradients that training sends "
+        "back."
     )
 
 
