@@ -94,6 +94,14 @@ HOW_TO_LEAVE_OUT_ELEMENTS = (
     '{} let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
     "are the same in every batch, name the outputs of the others: loss=lambda outputs: {}."
 )
+HOW_TO_LEAVE_OUT_INSIDE = (
+    "{} select the others in forward, in front of the loss, as in {}(outputs[mask], targets[mask]). Or compute the "
+    "mask before the call, and give it to forward: no input tells the one that forward multiplies the loss with, as "
+    "where it draws random numbers."
+)
+TRAINED_AS: Mapping[type[LossFunction], str] = {
+    Normal: "F.mse_loss", MultiBernoulli: "F.binary_cross_entropy_with_logits",
+}  # fmt: skip
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
     " {}"
@@ -252,14 +260,14 @@ def parts_of_others(
     return lines
 
 
-def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, if_padding: str) -> list[str]:
+def weights_of_cases(reached: Reached, if_padding: str) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     With two classes every gradient fits a target and some weight, so only cases that are left out are told.
 
-    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
-        finite. if_padding: see `words_of_padding`.
+    if_padding: see `words_of_padding`.
     """
+    loss, coefficient, gradient, _, _, _ = reached
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 2 or not fits:
         return []
@@ -286,6 +294,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, if_
     lines = []
     if left_out > SMALL * cases:
         remedy = HOW_TO_LEAVE_OUT.format(if_padding)
+        if reached.spec is None:
+            remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, "F.cross_entropy")
         lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
     if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
@@ -331,7 +341,8 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     begin late or end early, as those with padding do. Rows do not count whose gradient is zero though
     they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
 
-    coefficient, gradient: as of `weights_of_cases`.
+    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
+        finite.
     """
     inputs = loss.inputs.detach()
     is_known = isinstance(loss, Normal | NormalMeanVariance | MultiBernoulli)
@@ -382,6 +393,8 @@ def lines_of_rows(reached: Reached, if_padding: str) -> list[str]:
     others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
     written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
     remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(if_padding, written)
+    if spec is None:
+        remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, TRAINED_AS.get(type(loss), "loss"))
     dims = loss.inputs.dim()
     kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
     return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
@@ -1409,7 +1422,7 @@ def check_scale(
             declared = len(of_losses) == 1 and used[0].recorder.loss is not None
             lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)
             for reach in reached:
-                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, if_padding)
+                lines += weights_of_cases(reach, if_padding)
                 lines += lines_of_rows(reach, if_padding)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:

@@ -32,10 +32,19 @@ from kfac_fx.linalg.processes import SavedShards, averaged_unsharded, is_divided
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError, first_line, out_of_memory
+from kfac_fx.passes.errors import LossError, first_line, out_of_memory, where
 from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import CASTS, OWN_BACKWARD, PARTS, PERMUTES, computed, is_random, op_name
+from kfac_fx.passes.graphs.operations import (
+    CASTS,
+    OWN_BACKWARD,
+    PARTS,
+    PERMUTES,
+    computed,
+    is_random,
+    no_grad_region,
+    op_name,
+)
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import weights_on
@@ -700,6 +709,8 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], constant: Callable[[str]
         except LookupError:
             text = f"the targets of the loss at {node.name} are computed from parameters; pass `targets`"
             raise LossError(text) from None
+    elif is_random(node) and not no_grad_region(node):  # which may draw none
+        raise LossError(f"the targets of the loss depend on random numbers that {where(node)} draws; pass `targets`")
     else:
         args: Any = fx.map_arg(node.args, lambda n: value_of(n, values, constant))
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: value_of(n, values, constant))

@@ -1916,3 +1916,33 @@ def test_a_mean_of_squares_over_more_axes_is_told_though_the_registered_loss_has
         LossScaleWarning, match=r"0\.08333 times .*\(0\.04167, kfac_fx\.losses\.Normal\(outputs, var=0\.5\)\)"
     ):
         optimizer.step()
+
+
+class Masked(nn.Module):
+    """Reconstructs tokens that forward draws."""
+
+    def __init__(self, selects: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.selects = nn.Linear(4, 6), nn.Linear(6, 4), selects
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.rand(x.shape[:2]) < 0.5
+        outputs = self.last(torch.tanh(self.first(torch.where(hidden[..., None], 0, x))))
+        if self.selects:
+            return F.mse_loss(outputs[hidden], x[hidden])
+        losses_of = F.mse_loss(outputs, x, reduction="none").mean(-1)
+        return (losses_of * hidden).sum() / hidden.sum()
+
+
+@pytest.mark.parametrize("selects", [True, False])
+def test_the_remedy_for_a_mask_that_forward_draws_takes_the_warning_away(selects: bool) -> None:
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Masked(selects), (torch.randn(8, 16, 4),)), torch.randn(8, 16, 4)
+    optimizer = kfac_fx.KFAC(net)
+    net(x).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    told = " ".join(str(warning.message) for warning in caught)
+    assert ("leaves out" in told) != selects
+    assert selects or "Else select the others in forward, in front of the loss, as in F.mse_loss(outputs[mask]" in told
