@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ def attempt(package: str, run: Callable[[], str]) -> str:
             warnings.simplefilter("ignore")
             return run()
     except Exception as error:  # of a peer, on what it does not take
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:60]}".replace("|", "/")
+        return f"{type(error).__name__}: {shorten(str(error), 60, placeholder=' ...')}".replace("|", "/")
 
 
 class Peer(NamedTuple):

@@ -360,6 +360,9 @@ def device_trainings(path: Path) -> Iterable[str]:
         constants = {"warmup": device_training.WARMUP, "shown": device_training.SHOWN}
         yield DEVICE_TRAINING.format(**{**record, **constants})
         yield table(device_training.rows(record["results"]), "{}")
+        lowest = {name: min(run["loss"] for run in of.values()) for name, of in record["results"].items()}
+        order = [f"{name} with {lowest[name]:.2f}" for name in sorted(lowest, key=lowest.__getitem__)]
+        yield f"From the lowest loss to the highest, each at its best rate: {', '.join(order)}.\n"
 
 
 def residual_text(result: Row, name: str) -> str:

@@ -314,7 +314,8 @@ def page(results: Mapping[str, Any]) -> str:
             "",
             "CPU seconds on one thread in float32, medians of interleaved rounds. *Prepare* is all that comes before "
             "the data: kfac_fx captures the model and proves the capture on a batch, once for a model; the others wrap "
-            f"the model. kfac_fx takes less time in {faster} of the other {len(ratios)} phases.{days(found)}",
+            f"the model. kfac_fx takes less time in {faster} of the {len(ratios)} phases that are not *prepare*."
+            f"{days(found)}",
             "",
             *markdown(spent),
             "",

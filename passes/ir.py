@@ -435,6 +435,8 @@ class Program:
     unsized: tuple[fx.Node, ...] = ()  # activations of their other terms, in a graph that knows no sizes
     likelihood: bool = True  # whether they are weighted sums of `losses` and nothing else
     named_loss: int | None = None  # which of the returned values forward calls "loss"
+    unfollowed: str = ""  # why no loss is known of one that forward seems to return
+    lost: bool = False  # whether that one has terms that are known, see `passes.losses`
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
     cases_reason: str = ""  # why this size, where there was a choice

@@ -32,7 +32,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -127,12 +127,17 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
 
 
 def way_of(
-    site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]
+    site: fx.Node,
+    ends: Sequence[fx.Node],
+    behind: Container[fx.Node],
+    unknown: Container[fx.Node],
+    learned: Collection[fx.Node] = (),
 ) -> Way | None:
     """The way from a loss to the returned ones; None if an operation on it cannot be repeated from the inputs of the
     model and of its losses, and from this loss alone.
 
     ends: the returned losses; behind: all nodes that a gradient of them reaches. unknown: that depend on anything else.
+    learned: known nodes that depend on parameters, so that they count no cases.
     """
     inside = {site: None}
     for node in site.graph.nodes:
@@ -152,7 +157,8 @@ def way_of(
         read |= len(others) > len(lost)
         its_linear = is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
         linear, elementwise = linear and its_linear, elementwise and (its_linear or name in SMOOTH)
-    divisors = counts_among(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
+    found = [divisor_of(node, inside) for node in list(inside)[1:]]
+    divisors = counts_among(divisor for divisor in found if divisor is not None and divisor[0] not in learned)
     reached = tuple(end for end in ends if end in inside)
     way = Way(tuple(inside), reached, tuple(dropped), linear, elementwise, divisors=divisors)
     has_rows = bool(shape_of(site)) or ("val" not in site.meta and "none" in site.args)
@@ -470,9 +476,9 @@ def find_losses(program: Program) -> Program:
     leaves = pytree.tree_leaves(program.returned)
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
-    sites = () if program.options.loss_given else loss_sites(program, returned)
-    if not program.options.loss_given and (by_hand := losses_by_hand(program, returned, named, sites)):
-        for node, loss in by_hand.items():
+    sites, by_hand = () if program.options.loss_given else loss_sites(program, returned), ByHand()
+    if not program.options.loss_given and (by_hand := losses_by_hand(program, returned, named, sites)).found:
+        for node, loss in by_hand.found.items():
             name_loss(program.graph, node, loss)
         sites = loss_sites(program, returned)
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
@@ -483,7 +489,7 @@ def find_losses(program: Program) -> Program:
     order_operands(program.graph, program.parameters, cases=cases)  # now that it is known what has a row a case
     program = program.but(outputs=outputs, cases=cases, cases_reason=cases_reason)
     if not sites:
-        return program
+        return program.but(unfollowed=by_hand.unfollowed, lost=by_hand.lost)
     unknown = unknowable(program)
     ways = [way_of(site.node, ends, behind, unknown) for site in sites]
     if None in ways:
@@ -491,6 +497,11 @@ def find_losses(program: Program) -> Program:
         beyond = unknowable(program, told_by(program, outputs)) | (unknown & with_gradient(program))
         again = [way_of(site.node, ends, behind, beyond) for site in sites]
         ways = [way or (other and replace(other, of_outputs=True)) for way, other in zip(ways, again, strict=True)]
+    if None in ways:  # a recording reads parameters that forward weighs its losses with, such as log-variances
+        label = labels_of(program)
+        learned = {node for node, of in label.items() if of is Label.PURE and not may_draw(program, node)}
+        again = [way_of(site.node, ends, behind, unknown - learned, learned) for site in sites]
+        ways = [way or other for way, other in zip(ways, again, strict=True)]
     for number, (site, way) in enumerate(zip(sites, ways, strict=True)):
         if way is None and (factors := unknown_factors(program, site.node, behind, unknown)):
             ways[number] = with_ones(way_of(site.node, ends, behind, unknowable(program, factors)), factors)
@@ -537,37 +548,73 @@ class OfClasses:
     sign: int = -1
 
 
+SEVERAL_VALUES = (
+    "forward returns {} values with a gradient, and does not say which is the loss: if one is, name it and detach the "
+    'others, as in return {{"loss": loss, "part": part.detach()}}'
+)
+NOT_FOLLOWED = (
+    "the loss that forward returns is not followed at {}: known are squares of residuals, cross-entropies, and the "
+    "losses of torch in {}, and weighted sums of these. For the Fisher of a known loss let forward return the inputs "
+    "of all losses, compute the loss outside of it, and write a distribution that is near for each, as in "
+    "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0]), (0.1, kfac_fx.losses.Normal(outputs[1]))]"
+)
+NEAR_SQUARES = {"huber_loss", "smooth_l1_loss"}
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """The losses by hand in the returned loss.
+
+    Attributes:
+        found: squares of activations, which have None, and cross-entropies.
+        unfollowed: why no loss is known of one that forward seems to return.
+        lost: whether it has terms that are known, or near squares, and returns numbers alone.
+    """
+
+    found: Mapping[fx.Node, OfClasses | None] = field(default_factory=dict)
+    unfollowed: str = ""
+    lost: bool = False
+
+
 def losses_by_hand(
     program: Program, returned: Sequence[fx.Node], named: fx.Node | None, sites: Sequence[LossSite]
-) -> dict[fx.Node, OfClasses | None]:
-    """The squares of activations and the cross-entropies by hand that the returned loss is a weighted sum of, None for
-    squares. If no loss of torch is in this sum, there are none where it has another term, or the square of what has no
-    cases, such as a norm or a mean over the batch.
+) -> ByHand:
+    """The squares of activations and the cross-entropies by hand that the returned loss is a weighted sum of. If no
+    loss of torch is in this sum, there are none where it has another term with cases, or the square of what has no
+    cases, such as a mean over the batch.
 
-    named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss, or
-    those behind which a loss of torch is. A loss is a sum or a mean over everything, so that squares that the model
-    returns as its outputs are none. A number next to outputs, as in (logits, loss), is a loss if a cross-entropy is in
-    it: one of squares may be a penalty, next to which the outputs are trained. sites: the losses of torch.
+    named: the value that forward returns under the name "loss"; otherwise the only one with a gradient that it returns
+    is the loss, or those behind which a loss of torch is. A loss is a sum or a mean over everything, so that squares
+    that the model returns as its outputs are none. Its parts may be returned behind it. A number next to outputs, as in
+    (logits, loss), is a loss if a cross-entropy is in it: one of squares may be a penalty, next to which the outputs
+    are trained. sites: the losses of torch.
     """
-    losses = {site.node for site in sites}
-    alone = [named] if named is not None else returned
-    next_to_outputs = len(alone) > 1
-    if next_to_outputs:
-        alone = [value for value in returned if "val" in value.meta and not shape_of(value)]
+    losses, learned = {site.node for site in sites}, with_gradient(program)
+    trained = [value for value in dict.fromkeys(returned) if value in learned]
+    alone = [named] if named is not None else trained
+    next_to_outputs, several = False, ""
+    if len(alone) > 1:
+        of_one = [value for value in trained if "val" in value.meta and not shape_of(value)]
+        alone = returned_losses(of_one, of_one, None)
+        next_to_outputs = len(of_one) < len(trained)
         alone = alone if len(alone) == 1 else []
+        several = SEVERAL_VALUES.format(len(trained)) if of_one else ""
     ends = returned_losses(returned, losses, named) if sites else alone
-    if not any(op_name(end) in LINEAR | ADDS | {"mul", "div"} for end in ends):
-        return {}  # before labels, which take time
-    sized, learned = any("val" in node.meta for node in program.inputs), with_gradient(program)
+    sized = any("val" in node.meta for node in program.inputs)
+    number = next((v for v in alone if not sites and (v is named or ("val" in v.meta and not shape_of(v)))), None)
+    if not any(op_name(end) in LINEAR | ADDS | PRODUCTS | {"div"} or is_square(end) for end in ends):
+        # before labels, which take time
+        return of_unfollowed([] if number is None or next_to_outputs else [number], several, lost=False)
     entropies = {node: loss for node in program.graph.nodes if (loss := entropy_by_hand(node, learned))}
-    if (not entropies and not any(map(is_square, program.graph.nodes))) or (sites and not sized):
-        return {}
+    if (not entropies and number is None and not any(map(is_square, program.graph.nodes))) or (sites and not sized):
+        return ByHand(unfollowed=several)
     by_hand, numbers = dict[fx.Node, OfClasses | None](), set[fx.Node]()
     for node in program.graph.nodes:
         if is_one_number(node, numbers):
             numbers.add(node)
     label = labels(program.graph, program.parameters)
-    behind, walked = ancestors(ends), set[fx.Node]()
+    behind, walked, others = ancestors(ends), set[fx.Node](), list[fx.Node]()
+    learned = {node for node in learned if label[node] is not Label.PURE}  # others are no part of any case
     stack = [(end, "val" in end.meta and end in numbers, 1) for end in ends]
     while stack:
         node, is_sum, sign = stack.pop()
@@ -576,27 +623,40 @@ def losses_by_hand(
         is_sum = is_sum or is_total(node)
         if node not in learned or node in losses:
             continue
-        of_cases = is_square(node) and label[operands[0]] is Label.ACT and operands[0] not in numbers
-        if of_cases and is_sum and sign > 0 and losses.isdisjoint(ancestors([node])) and has_size(operands[0]):
+        residual = squared_by(node) if is_sum and sign > 0 else None
+        of_cases = residual is not None and label[residual] is Label.ACT and has_size(residual)
+        if of_cases and residual not in numbers and losses.isdisjoint(ancestors([node])):
             by_hand[node] = None
         elif node in entropies and is_sum and sign == entropies[node].sign:
             by_hand[node] = entropies[node]
         elif (name in ("add", *JOINS) and "alpha" not in node.kwargs and (sized or name == "add")) or (
-            name in LINEAR | {"mul", "div"} and is_linear(node, learned)
+            name in LINEAR | PRODUCTS | {"div"} and is_linear(node, learned)
         ):
             factors = [arg for arg in node.args if isinstance(arg, (int, float)) and name in ("mul", "div")]
             negative = name == "neg" or any(factor < 0 for factor in factors)
             stack += [(operand, is_sum, -sign if negative else sign) for operand in operands]
         elif name == "sub":
             stack += [(operand, is_sum, sign if operand is node.args[0] else -sign) for operand in operands]
+        elif not sites and number is None:
+            return ByHand(unfollowed=several)
         elif not sites:
-            return {}
+            others.append(node)
+    if others:
+        return of_unfollowed([] if next_to_outputs else others, several, lost=bool(by_hand))
     if next_to_outputs and not sites and not any(by_hand.values()):
-        return {}
+        return ByHand(unfollowed=several)
     # A square that another term is a function of, as the distance in a contrastive loss, is no loss alone.
-    others = [node for node in behind if node not in walked]
-    beyond = ancestors(other for other in others if other in behind)
-    return {node: loss for node, loss in by_hand.items() if node not in beyond}
+    beyond = ancestors(node for node in behind if node not in walked)
+    return ByHand({node: loss for node, loss in by_hand.items() if node not in beyond})
+
+
+def of_unfollowed(places: Sequence[fx.Node], several: str, lost: bool) -> ByHand:
+    """No losses, because the returned one is another function at some places. lost: whether it has known terms."""
+    if not places:
+        return ByHand(unfollowed=several)
+    near = any(op_name(node) in NEAR_SQUARES for node in places)
+    known = ", ".join(f"F.{name}" for name in BY_NAME)
+    return ByHand({}, NOT_FOLLOWED.format(", ".join(map(where, places)), known), lost or near)
 
 
 def entropy_by_hand(node: fx.Node, learned: Container[fx.Node]) -> OfClasses | None:
@@ -718,10 +778,30 @@ def is_square(node: fx.Node) -> bool:
     return name == "square" or (name == "pow" and args[1:] == (2,)) or (name == "mul" and args[0] is args[1])
 
 
+def squared_by(node: fx.Node) -> fx.Node | None:
+    """The tensor whose squares a node has, by element or as the square of its norm; None if it has none."""
+    source = node.args[0] if is_square(node) else None
+    if not isinstance(source, fx.Node):
+        return None
+    is_norm = is_euclidean(source) and isinstance(source.args[0], fx.Node)
+    return cast(fx.Node, source.args[0]) if is_norm else source
+
+
+def is_euclidean(node: fx.Node) -> bool:
+    """Whether a node is the root of a sum of squares, over all elements or along some dimensions."""
+    name, further = op_name(node), node.args[1:]
+    if "dtype" in node.kwargs:
+        return False
+    return (name == "linalg_vector_norm" and further[:1] in ((), (2,))) or (
+        name == "linalg_norm" and not any(further) and not node.kwargs  # with an order it may be that of a matrix
+    )
+
+
 def name_loss(graph: fx.Graph, node: fx.Node, loss: OfClasses | None) -> None:
     """Spell a loss by hand as that of torch.
 
     `r.square()` -> `F.mse_loss(r, torch.zeros_like(r), reduction="none")`: the loss of a normal distribution
+    `r.norm() ** 2` -> the sum of this
     `g = z.log_softmax(1).gather(1, y)` -> `c - c.detach() + g.detach()`, with
         `c = -F.cross_entropy(z.log_softmax(1), y.squeeze(1), reduction="none")[:, None]`
     """
@@ -729,13 +809,19 @@ def name_loss(graph: fx.Graph, node: fx.Node, loss: OfClasses | None) -> None:
         if loss is not None:
             name_entropy(graph, node, loss)
             return
-        residual = node.args[0]
-        assert isinstance(residual, fx.Node), "bug in kfac_fx: the square of a number"
+        residual, source = squared_by(node), node.args[0]
+        assert residual is not None and isinstance(source, fx.Node), "bug in kfac_fx: the square of a number"
         zeros = graph.call_function(torch.zeros_like, (residual,))
         zeros.meta = dict(residual.meta)
-        node.op, node.target = "call_function", F.mse_loss
-        node.args, node.kwargs = (residual, zeros), {"reduction": "none"}
-    spell_out(node, "mse_loss")
+        squares = node
+        if residual is not source:
+            squares = graph.call_function(F.mse_loss, (residual, zeros), {"reduction": "none"})
+            squares.meta = {**node.meta, **({"val": residual.meta["val"]} if "val" in residual.meta else {})}
+            node.op, node.target = "call_function", torch.sum
+            node.args, node.kwargs = (squares, *source.args[2:]), dict(source.kwargs)
+    squares.op, squares.target = "call_function", F.mse_loss
+    squares.args, squares.kwargs = (residual, zeros), {"reduction": "none"}
+    spell_out(squares, "mse_loss")
 
 
 def name_entropy(graph: fx.Graph, node: fx.Node, loss: OfClasses) -> None:

@@ -643,7 +643,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     ):
         reason = "of complex numbers: a weight and its bias have a block each"
     if reason is None and (part := next((use for use in uses if region_of(use) is not None), None)):
-        reason = f"a part of the {part.layer} at {where(part.output)}, apart from the rest of its outputs or inputs"
+        reason = f"it is in some of the outputs or inputs of the {part.layer} at {where(part.output)}: they are a block"
     if first.part_of:
         reason = f"part of {first.part_of}"
     if any(use.transposed for use in uses):

@@ -515,7 +515,7 @@ class CompiledModule(nn.Module):
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        of_forwards = [NO_NAME] * self.knows_no_loss + self.unrecorded
+        of_forwards = [NO_NAME] * self.knows_no_loss + self.unfollowed() + self.unrecorded
         if isinstance(self._plain, CompiledForward) and self._plain.reason is not None:
             of_forwards.append(f"the forward in training is not compiled: {self._plain.reason}")
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
@@ -876,6 +876,15 @@ class CompiledModule(nn.Module):
         """Whether the model is captured, and no loss is declared or computed by forward."""
         captures = self.captures.all
         return bool(captures) and not any(capture.knows_loss for capture in captures)
+
+    def unfollowed(self, lost: bool = False) -> list[str]:
+        """Why no loss is known of those that forward seems to return; none if one is known.
+
+        lost: of those that have terms that are known, or near a known loss.
+        """
+        programs = [capture.program for capture in self.captures.all] if self.knows_no_loss else []
+        texts = [program.unfollowed for program in programs if program.unfollowed and program.lost >= lost]
+        return list(dict.fromkeys(texts))
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

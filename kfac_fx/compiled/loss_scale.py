@@ -94,6 +94,14 @@ HOW_TO_LEAVE_OUT_ELEMENTS = (
     '{} let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
     "are the same in every batch, name the outputs of the others: loss=lambda outputs: {}."
 )
+HOW_TO_LEAVE_OUT_INSIDE = (
+    "{} select the others in forward, in front of the loss, as in {}(outputs[mask], targets[mask]). Or compute the "
+    "mask before the call, and give it to forward: no input tells the one that forward multiplies the loss with, as "
+    "where it draws random numbers."
+)
+TRAINED_AS: Mapping[type[LossFunction], str] = {
+    Normal: "F.mse_loss", MultiBernoulli: "F.binary_cross_entropy_with_logits",
+}  # fmt: skip
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
     " {}"
@@ -252,14 +260,14 @@ def parts_of_others(
     return lines
 
 
-def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, if_padding: str) -> list[str]:
+def weights_of_cases(reached: Reached, if_padding: str) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     With two classes every gradient fits a target and some weight, so only cases that are left out are told.
 
-    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
-        finite. if_padding: see `words_of_padding`.
+    if_padding: see `words_of_padding`.
     """
+    loss, coefficient, gradient, _, _, _ = reached
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 2 or not fits:
         return []
@@ -286,6 +294,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, if_
     lines = []
     if left_out > SMALL * cases:
         remedy = HOW_TO_LEAVE_OUT.format(if_padding)
+        if reached.spec is None:
+            remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, "F.cross_entropy")
         lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
     if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
@@ -331,7 +341,8 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     begin late or end early, as those with padding do. Rows do not count whose gradient is zero though
     they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
 
-    coefficient, gradient: as of `weights_of_cases`.
+    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
+        finite.
     """
     inputs = loss.inputs.detach()
     is_known = isinstance(loss, Normal | NormalMeanVariance | MultiBernoulli)
@@ -382,6 +393,8 @@ def lines_of_rows(reached: Reached, if_padding: str) -> list[str]:
     others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
     written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
     remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(if_padding, written)
+    if spec is None:
+        remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, TRAINED_AS.get(type(loss), "loss"))
     dims = loss.inputs.dim()
     kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
     return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
@@ -466,13 +479,14 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+        of_loss = [number / self.weight for number in (1.0, 1 / elements) if self.weight > 0]
         real = real_elements(self.loss)
         of_padding = [] if self.padded is None else [self.padded]
         of_padding += [] if real is None else [1 / real, 0.5 / real]
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
-            yield from (number / part for number in (*usual, *of_padding, *powers, *tens, 1 / 3))
+            yield from (number / part for number in (*usual, *of_loss, *of_padding, *powers, *tens, 1 / 3))
 
 
 def factors_of_squares(
@@ -538,7 +552,8 @@ DERIVATIVES_OUTSIDE = (
 
 class LossScaleWarning(UserWarning):
     """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
-    it, has derivatives of the outputs, or reaches other parameters; or it is one of residuals, and has no name."""
+    it, has derivatives of the outputs, or reaches other parameters; or it is one of residuals, and has no name; or
+    forward returns it, and it is not followed."""
 
     __module__ = "kfac_fx"
 
@@ -610,14 +625,18 @@ class Watched:
         """Whether forward divides its loss by a number that does not grow with the batch."""
         return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
 
-    def is_single(self, weighted: Sequence[tuple[float, float, LossFunction]]) -> bool:
-        """Whether there is one loss, of the only tensor that the model returns: a loss by its name is of all of it."""
-        if len(weighted) != 1 or sum(isinstance(leaf, Tensor) for leaf in self.outputs) != 1:
-            return False
+    def only_output(self, weighted: Sequence[tuple[float, float, LossFunction]]) -> str | None:
+        """The expression of the only tensor that the model returns, if there is one loss, of all of it, as a loss by
+        its name is; None otherwise."""
+        leaves = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
+        if len(weighted) != 1 or len(leaves) != 1:
+            return None
         loss, spec = weighted[0][2], self.recorder.loss
-        if not isinstance(spec, LossSpec) or spec.named:
-            return True
-        return any(in_one_memory(loss.inputs, out) and loss.inputs.numel() == out.numel() for out in self.fisher)
+        if isinstance(spec, LossSpec) and not spec.named:
+            inputs = loss.inputs
+            if not any(in_one_memory(inputs, out) and inputs.numel() == out.numel() for out in self.fisher):
+                return None
+        return place_of_leaf(results.tree_unflatten(self.outputs, self.spec), leaves[0])
 
     @property
     def value(self) -> float | None:
@@ -1004,7 +1023,8 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
-    is_single: bool = True  # as of `Watched`
+    is_single: bool = True  # there is one loss, of all of the only output
+    output: str = "outputs"  # the expression of the only tensor, if it is single
     eps: float = 0.0  # as of `SquaredError`
 
 
@@ -1085,8 +1105,9 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    is_single = watched.is_single(weighted)
-    return [replace(of, is_single=is_single) for of in known or factor_of_returned(watched, weighted)]
+    output = watched.only_output(weighted)
+    single = {"is_single": False} if output is None else {"is_single": True, "output": output}
+    return [replace(of, **single) for of in known or factor_of_returned(watched, weighted)]
 
 
 def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
@@ -1401,7 +1422,7 @@ def check_scale(
             declared = len(of_losses) == 1 and used[0].recorder.loss is not None
             lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)
             for reach in reached:
-                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, if_padding)
+                lines += weights_of_cases(reach, if_padding)
                 lines += lines_of_rows(reach, if_padding)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
@@ -1620,7 +1641,7 @@ def registered_as(multiple: float, factor: LossFactor) -> str:
     if isinstance(factor.spec, LossSpec) and not factor.is_single:
         return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
     if isinstance(factor.spec, LossSpec):
-        made = factor.loss.written or f"kfac_fx.losses.{name}(outputs{variance})"
+        made = factor.loss.written or f"kfac_fx.losses.{name}({factor.output}{variance})"
         return f"register it as loss=lambda outputs: ({weight:.4g}, {made})"
     if factor.spec is not None:
         return f"register it on a LayerCollection with coeff={weight:.4g}"
@@ -1665,6 +1686,20 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, of_elements),
     ]
+    if (
+        reduction == "mean"
+        and loss.case_axes > 1
+        and (examples := len(loss.inputs) * factor.cases / loss.all_cases) > 1
+    ):
+        each = cases / examples
+        usual.append(
+            (
+                each,
+                f"it is the sum over all cases, divided by the {examples:.0f} examples of the batch: divide it by the "
+                f"number of cases, as a mean does. {each:.4g} cases for an example are no constant if examples have "
+                "different lengths",
+            )
+        )
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
     if (real := real_elements(loss)) is not None:
@@ -1837,7 +1872,7 @@ class Reached(NamedTuple):
     gradient: Tensor  # of its inputs, in the trained loss; finite
     spec: object  # the origin of the loss
     of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
-    is_single: bool = True  # as of `Watched`
+    is_single: bool = True  # there is one loss, of all of the only output
 
     def write(self, name: str) -> str:
         """The change that makes the registered loss that of a name, as a part of a sentence."""
@@ -1862,7 +1897,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
             cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
-            found.append(Reached(loss, weight, gradient, spec, of_case, watched.is_single(weighted)))
+            found.append(Reached(loss, weight, gradient, spec, of_case, watched.only_output(weighted) is not None))
     return found
 
 
@@ -1975,8 +2010,9 @@ def no_events(reached: Reached) -> str | None:
     return (
         f"the trained loss fits no targets of the registered MultiBernoulli loss: {outputs} are larger than those of "
         "targets from 0 to 1. So it is another loss, or one with weights, such as pos_weight, or with another factor. "
-        f"If it is a squared error, {reached.write('mse')}. Else leave loss= out, and the factors are those of the "
-        "gradients that training sends back."
+        f"If it is a sum over the batch, divide it by its {loss.all_cases} cases. If it is a squared error, "
+        f"{reached.write('mse')}. Else leave loss= out, and the factors are those of the gradients that training sends "
+        "back."
     )
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
-from kfac_fx.compiled.loss_scale import Watched, check_scale, watch, watch_unnamed
+from kfac_fx.compiled.loss_scale import LossScaleWarning, Watched, check_scale, watch, watch_unnamed
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
@@ -763,6 +763,8 @@ class Forwards:
         self.checked, self.before, options = True, None, self.schedule.options
         if self.combined:
             return
+        if unfollowed := self.net.unfollowed(lost=True):
+            warn_user(LossScaleWarning("\n".join(f"{text}. {AS_UNNAMED}" for text in unfollowed)))
         value = None if loss is None else float(loss)
         self.has_inverted_mask = check_scale(
             self.seen.watched,
@@ -856,6 +858,10 @@ class Forwards:
         return loss
 
 
+AS_UNNAMED = (
+    "As it is, the factors are those of the gradients that training sends back, which often end far higher than those "
+    "of a known loss; nothing is wrong if the loss falls as far as it should."
+)
 WITHOUT_LOSS = (
     "compile captured a call that computes its loss, and the first call in training computes none that is known, so "
     "the factors are those of the gradients that training sends back. If the training computes the loss, as a trainer "

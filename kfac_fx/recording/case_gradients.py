@@ -729,7 +729,8 @@ class CaseRecorder:
             raise LossError(
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
                 "an example are not known. Let the first dimension of the outputs be that of the examples, or say "
-                "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
+                "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph). "
+                "A model that takes several sets of points, each with a loss, has no examples: leave case= out."
                 + (OF_SOME if first < examples else "")
             )
         per_example = first // examples

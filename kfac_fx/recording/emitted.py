@@ -32,10 +32,19 @@ from kfac_fx.linalg.processes import SavedShards, averaged_unsharded, is_divided
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError, first_line, out_of_memory
+from kfac_fx.passes.errors import LossError, first_line, out_of_memory, where
 from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import CASTS, OWN_BACKWARD, PARTS, PERMUTES, computed, is_random, op_name
+from kfac_fx.passes.graphs.operations import (
+    CASTS,
+    OWN_BACKWARD,
+    PARTS,
+    PERMUTES,
+    computed,
+    is_random,
+    no_grad_region,
+    op_name,
+)
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import weights_on
@@ -593,7 +602,7 @@ class EmittedGraph(EmittedModel):
 
     def weights(self, way: Way, leaf: Tensor, values: Any, known: Mapping[Any, Tensor]) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True)) | dict(known)
-        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
+        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant_or_parameter))
 
     def places(self, node: Any, values: Any, examples: int) -> Tensor | None:
         """The example of every element of a tensor that is made of parts of an input with a dimension of the cases, in
@@ -628,6 +637,11 @@ class EmittedGraph(EmittedModel):
             raise LookupError(name)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         return buffers[name] if name in buffers else attribute(self.program.root, name)
+
+    def constant_or_parameter(self, name: str) -> Any:
+        """As `constant`; of a parameter the present values."""
+        parameter = self.program.parameters.get(name)
+        return self.constant(name) if parameter is None else parameter.detach()
 
 
 def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
@@ -695,6 +709,8 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], constant: Callable[[str]
         except LookupError:
             text = f"the targets of the loss at {node.name} are computed from parameters; pass `targets`"
             raise LossError(text) from None
+    elif is_random(node) and not no_grad_region(node):  # which may draw none
+        raise LossError(f"the targets of the loss depend on random numbers that {where(node)} draws; pass `targets`")
     else:
         args: Any = fx.map_arg(node.args, lambda n: value_of(n, values, constant))
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: value_of(n, values, constant))

@@ -313,3 +313,71 @@ def test_losses_over_chunks_of_the_rows_are_one() -> None:
         return F.cross_entropy(out[:, 0], y[:, 0]) + F.cross_entropy(out[:, 1], y[:, 0])
 
     assert [site.chunk_of for site in program(heads, x, y).losses] == [0, 1]
+
+
+class Weighed(nn.Module):
+    """A loss of two residuals, with learned log-variances."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.w, self.logs = function, nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(self, x @ self.w - y)
+
+    def variances(self, r: Tensor) -> Tensor:
+        return torch.stack([r[:, :2].square().mean(), r[:, 2:].square().mean()])
+
+
+def weighed(function: Callable[..., Any]) -> Program:
+    return find_losses(normalize(trace_model(Weighed(function), (X, torch.randn(5, 4)), options=Options()).program))
+
+
+FOLLOWED: dict[str, Callable[[Weighed, Tensor], Any]] = {
+    "detached parts": lambda m, r: (r.square().mean(), [r.square().mean().detach(), r.detach()]),
+    "parts": lambda m, r: (m.variances(r).sum(), m.variances(r)[0]),
+    "parts of it": lambda m, r: (lambda part: (3 * part, part))(r.square().mean()),
+    "a squared norm": lambda m, r: r.norm() ** 2 / len(r),
+    "a squared norm of torch.linalg": lambda m, r: torch.linalg.norm(r).square() / len(r),
+    "squared norms": lambda m, r: (r.norm(dim=1) ** 2).mean(),
+    "a penalty on parameters": lambda m, r: r.square().mean() + 1e-3 * sum(p.abs().sum() for p in m.parameters()),
+    "log-variances": lambda m, r: (torch.exp(-m.logs) * m.variances(r) + m.logs).sum(),
+    "standard deviations": lambda m, r: (m.variances(r) / (2 * m.logs**2)).sum() + m.logs.log().sum(),
+    "weights of terms": lambda m, r: torch.dot(torch.tensor([1.0, 2.0]), m.variances(r)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FOLLOWED if name != "parts"])
+def test_a_loss_by_hand_is_found_next_to_parts_of_it_and_to_terms_of_parameters_alone(name: str) -> None:
+    found = weighed(FOLLOWED[name])
+    assert {site.loss for site in found.losses} == {"mse_loss"} and not found.unfollowed
+    assert all(site.way is not None and site.way.linear and not site.way.unknown for site in found.losses)
+    assert all(not site.way.divisors for site in found.losses if site.way is not None) or name.startswith("a squared")
+    assert len(found.returned_losses) == 1
+
+
+def test_numbers_that_are_no_parts_of_each_other_are_told() -> None:
+    found = weighed(FOLLOWED["parts"])
+    assert not found.losses
+    assert found.unfollowed == (
+        "forward returns 2 values with a gradient, and does not say which is the loss: if one is, name it and detach "
+        'the others, as in return {"loss": loss, "part": part.detach()}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "lost"),
+    [
+        (lambda m, r: F.huber_loss(r, torch.zeros_like(r)), "huber_loss", True),
+        (lambda m, r: {"loss": r.square().mean() + r.abs().mean(), "out": r}, "abs_1", True),
+        (lambda m, r: r.square().mean().sqrt(), "sqrt", False),
+    ],
+    ids=["huber", "another term", "root"],
+)
+def test_an_operation_that_loses_the_loss_of_forward_is_named(
+    function: Callable[..., Any], place: str, lost: bool
+) -> None:
+    found = weighed(function)
+    assert not found.losses and found.lost == lost
+    assert found.unfollowed.startswith(f"the loss that forward returns is not followed at {place} (test_losses.py:")
+    assert "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0])" in found.unfollowed

@@ -1867,3 +1867,87 @@ def test_the_mask_that_a_warning_writes_takes_the_arguments_of_forward(by_name: 
         optimizer.step()
     masked = kfac_fx.compile(Tokens(), args, kwargs, padding_mask=lambda input_ids, segments: input_ids != 0)
     assert masked.program.mask is not None
+
+
+class InDictionary(nn.Module):
+    """Logits of every position in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.table(ids))}
+
+
+@pytest.mark.parametrize("per_example", [True, False])
+def test_the_remedy_for_a_factor_of_positions_holds_in_every_batch_and_names_the_output(per_example: bool) -> None:
+    ids, y = torch.randint(6, (3, 7)), torch.randint(5, (3, 7))
+    y[0, 4:] = -100
+    net = kfac_fx.compile(InDictionary(), (ids,), loss=lambda outputs: losses.Categorical(outputs["logits"]))
+    optimizer = kfac_fx.KFAC(net)
+    total = F.cross_entropy(net(ids)["logits"].flatten(0, 1), y.flatten(), reduction="sum")
+    (total / 3 if per_example else total / 9).backward()
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    told = "\n".join(str(warning.message) for warning in caught)
+    if per_example:
+        assert (
+            "is 6 times the mean of the registered Categorical loss over its 18 cases with a target; it is the sum "
+            "over all cases, divided by the 3 examples of the batch: divide it by the number of cases, as a mean does. "
+            "6 cases for an example are no constant if examples have different lengths."
+        ) in told
+    else:
+        assert "register it as loss=lambda outputs: (2, kfac_fx.losses.Categorical(outputs['logits']))." in told
+
+
+def test_a_sum_of_binary_events_with_soft_targets_is_named() -> None:
+    net = kfac_fx.compile(nn.Linear(4, 6), (torch.randn(16, 4),), loss=losses.MultiBernoulli)
+    optimizer, targets = kfac_fx.KFAC(net), torch.rand(16, 6)
+    F.binary_cross_entropy_with_logits(net(torch.randn(16, 4)), targets, reduction="sum").backward()
+    with pytest.warns(LossScaleWarning, match="If it is a sum over the batch, divide it by its 16 cases"):
+        optimizer.step()
+
+
+def test_a_mean_of_squares_over_more_axes_is_told_though_the_registered_loss_has_a_coefficient() -> None:
+    net = kfac_fx.compile(
+        nn.Sequential(nn.Linear(4, 24), nn.Unflatten(1, (12, 2))),
+        (torch.randn(8, 4),),
+        loss=lambda outputs: (0.5, losses.Normal(outputs)),
+    )
+    optimizer = kfac_fx.KFAC(net)
+    F.mse_loss(net(torch.randn(8, 4)), torch.randn(8, 12, 2)).backward()
+    with pytest.warns(
+        LossScaleWarning, match=r"0\.08333 times .*\(0\.04167, kfac_fx\.losses\.Normal\(outputs, var=0\.5\)\)"
+    ):
+        optimizer.step()
+
+
+class Masked(nn.Module):
+    """Reconstructs tokens that forward draws."""
+
+    def __init__(self, selects: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.selects = nn.Linear(4, 6), nn.Linear(6, 4), selects
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.rand(x.shape[:2]) < 0.5
+        outputs = self.last(torch.tanh(self.first(torch.where(hidden[..., None], 0, x))))
+        if self.selects:
+            return F.mse_loss(outputs[hidden], x[hidden])
+        losses_of = F.mse_loss(outputs, x, reduction="none").mean(-1)
+        return (losses_of * hidden).sum() / hidden.sum()
+
+
+@pytest.mark.parametrize("selects", [True, False])
+def test_the_remedy_for_a_mask_that_forward_draws_takes_the_warning_away(selects: bool) -> None:
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Masked(selects), (torch.randn(8, 16, 4),)), torch.randn(8, 16, 4)
+    optimizer = kfac_fx.KFAC(net)
+    net(x).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    told = " ".join(str(warning.message) for warning in caught)
+    assert ("leaves out" in told) != selects
+    assert selects or "Else select the others in forward, in front of the loss, as in F.mse_loss(outputs[mask]" in told

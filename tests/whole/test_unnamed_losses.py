@@ -315,6 +315,41 @@ def test_a_model_that_computes_its_loss_with_labels_has_a_name_though_it_was_com
     assert opt.estimator.estimation_mode == "gradients" and "knows no loss" not in str(net.report)
 
 
+class Residuals(nn.Module):
+    """Their loss is a number, with learned log-variances if `huber` is false."""
+
+    def __init__(self, huber: bool = False) -> None:
+        super().__init__()
+        self.net, self.log, self.huber = mlp(2), nn.Parameter(torch.tensor(2.0)), huber
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        r = self.net(x) - y
+        return F.huber_loss(r, 0 * r) if self.huber else torch.exp(-self.log) * r.square().mean() + self.log
+
+
+def test_the_first_step_says_why_a_loss_of_forward_is_not_known() -> None:
+    net = kfac_fx.compile(Residuals(huber=True), (X, BOXES))
+    opt = kfac_fx.KFAC(net)
+    net(X, BOXES).backward()
+    with pytest.warns(kfac_fx.LossScaleWarning, match=r"not followed at huber_loss \(test_unnamed_losses.py:\d+\)"):
+        opt.step()
+    assert "not followed at huber_loss" in " ".join(str(net.report).split())
+
+
+def test_learned_log_variances_weigh_the_fisher_and_follow_adamw() -> None:
+    torch.manual_seed(0)
+    model, factors = Residuals(), []
+    for log in (0.0, 2.0):
+        model.log.data.fill_(log)
+        net = kfac_fx.compile(copy.deepcopy(model), (X, BOXES))
+        opt = kfac_fx.KFAC(net, estimation_mode="exact")
+        net(X, BOXES).backward()
+        opt.step()
+        factors.append(opt.estimator.blocks["net.0.weight", "net.0.bias"].factors["G"].value)
+        assert "log" not in opt.registered and "log" in opt.names.values()
+    torch.testing.assert_close(factors[1], factors[0] * torch.exp(torch.tensor(-2.0)))
+
+
 # --- a function that is written out -----------------------------------------------------------------------------------
 
 
