@@ -123,7 +123,7 @@ def test_a_bias_put_together_cuts_the_weight() -> None:
     )
     names = [("w[0:2]", "q"), ("w[2:4]",), ("w[4:6]", "v")]
     reasons = {registration.reason and registration.reason.partition(" (")[0] for registration in program.registrations}
-    assert reasons == {"a part of the linear at linear"}
+    assert reasons == {"it is in some of the outputs or inputs of the linear at linear"}
     assert found(program) == [("linear", parameters, 1) for parameters in names]
     assert regions(program) == [
         (parameters, ((0, 1), (2 * n, 2 * n + 2), (0, 4))) for n, parameters in enumerate(names)

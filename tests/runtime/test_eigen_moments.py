@@ -411,16 +411,17 @@ def test_the_damping_of_sides_follows_the_largest_weight_decay_of_the_groups() -
 )
 def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: float, nesterov: bool) -> None:
     """The first step has one gradient, so its mean is that gradient either way. Above 1, r is lr ρ if that is more than
-    the last r, and the root of the product of both if it is less."""
+    the last r, and the root of the product of both if it is less. Where the bound gives way, r begins anew."""
     net, opt = made(norm_constraint=bound, damping_adaptation_interval=2)
     slow, divisor, decided = Slow(net, (0.9, 0.9), 0.95, nesterov, bound=bound, interval=2), 1.0, []
     for number in range(8):
-        of = number if batches == "others" else 0
+        of, trust = number if batches == "others" else 0, float(opt.scalars["trust"])
         step(net, opt, of)
         slow.step(of, opt)
         torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
         if bound < 1 and slow.checks:
             last, divisor = divisor, float(opt._step_state.checks.size.ratio)
+            last = 1.0 if opt.scalars["trust"] > trust else last
             slow.nesterov = divisor / last < 0.75
             decided.append(slow.nesterov)
     assert decided.count(False) >= len(decided) - 1

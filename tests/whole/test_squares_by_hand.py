@@ -76,10 +76,25 @@ SAME: dict[str, tuple[Loss, Loss]] = {
         lambda z, b, y: ((z - y).square() * mask(y)).sum() / mask(y).sum(),
         lambda z, b, y: (F.mse_loss(z, y, reduction="none") * mask(y)).sum() / mask(y).sum(),
     ),
+    "a squared norm": (
+        lambda z, b, y: torch.linalg.vector_norm(z - y) ** 2,
+        lambda z, b, y: F.mse_loss(z, y, reduction="sum"),
+    ),
+    "a norm times itself": (
+        lambda z, b, y: (lambda r: r * r)((z - y).norm()),
+        lambda z, b, y: F.mse_loss(z, y, reduction="sum"),
+    ),
+    "a squared norm next to a loss of torch": (
+        lambda z, b, y: F.mse_loss(z, y) + z.norm() ** 2,
+        lambda z, b, y: F.mse_loss(z, y) + F.mse_loss(z, torch.zeros_like(z), reduction="sum"),
+    ),
 }
 
 
-NEED_SIZES = ("next to a loss of torch", "next to another kind", "stacked")  # those of example inputs
+NEED_SIZES = (  # those of example inputs
+    *("next to a loss of torch", "next to another kind", "stacked", "a squared norm", "a norm times itself"),
+    "a squared norm next to a loss of torch",
+)
 
 
 def factors_of(loss: Loss, exported: bool) -> list[Tensor]:
@@ -133,8 +148,6 @@ NO_LOSS: dict[str, Loss] = {
     "a negative weight": lambda z, b, y: (z - y).square().mean() + b.square().mean() * -0.1,
     "a mean of the batch": lambda z, b, y: (z - y).square().mean() + z.mean(0).square().sum(),
     "two outputs": lambda z, b, y: ((z - y).square().mean(), b.square().mean()),
-    "a squared norm": lambda z, b, y: torch.linalg.vector_norm(z - y) ** 2,
-    "a norm times itself": lambda z, b, y: (lambda r: r * r)((z - y).norm()),
     "moments": lambda z, b, y: (z.mean() - y.mean()) ** 2 + (b.sum() - 1).square(),
     "cubes": lambda z, b, y: ((z - y) ** 3).mean(),
 }
@@ -371,7 +384,6 @@ OTHER_TERMS: dict[str, Loss] = {
     "a negative weight": lambda z, b, y: F.mse_loss(z, y) + -0.1 * b.square().mean(),
     "a root": lambda z, b, y: F.mse_loss(z, y) + b.square().mean().sqrt(),
     "a mean of the batch": lambda z, b, y: F.mse_loss(z, y) + z.mean(0).square().sum(),
-    "a squared norm": lambda z, b, y: F.mse_loss(z, y) + z.norm() ** 2,
     "a distance and a function of it": lambda z, b, y: F.mse_loss(b, 0 * b) + distances((z - y).square().sum(1)),
 }
 
