@@ -1119,8 +1119,9 @@ class Recorder:
             name: given[name] if name in given else real_numbers(self.model.get_parameter(name).detach())
             for name in emitted.parameter_names
         }
-        # The Python of a divided model may take derivatives by what its parameters make.
-        constant = not self.whole and not transforms() and not any(value.requires_grad for value in live.values())
+        # The Python of a divided model may take derivatives by what its parameters make; shards are gathered later.
+        tensors = all(isinstance(value, Tensor) for value in live.values())
+        constant = tensors and not self.whole and not transforms() and not any(v.requires_grad for v in live.values())
         if constant:
             live = {name: with_gradient(value.detach()) for name, value in live.items()}
         with self.emitted.isolated():

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has 
 WORLD, CASES, CLASSES = 3, 12, 4
 EXACT = {"estimation_mode": "exact"}
 ADAPTIVE = {"momentum_type": "adaptive", **EXACT}
-EIGEN_MOMENTS = {"momentum_type": "eigen_moments", "lr": 0.01, "cov_update_every": 2, "invert_every": 3, **EXACT}
+EIGEN_MOMENTS = {"momentum_type": "eigen_moments", "lr": 0.03, "cov_update_every": 2, "invert_every": 3, **EXACT}
 ADAPTED = {
     "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
     "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
