@@ -321,7 +321,10 @@ class Divider:
             if self.watched.written:
                 refuse_writes(path, module, call)
             if not traced.program.inputs:
-                raise UntraceableError("it takes no tensors")
+                raise UntraceableError(
+                    "it takes no tensors, so nothing counts cases: pass what it draws or holds, such as points, as "
+                    "arguments"
+                )
             if of_parameters_alone(traced.program):
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
             if not self.options.loss_given and any(op_name(node) in EVERY_NAME for node in traced.program.graph.nodes):
