@@ -1120,8 +1120,8 @@ class Recorder:
             for name in emitted.parameter_names
         }
         # The Python of a divided model may take derivatives by what its parameters make; shards are gathered later.
-        tensors = all(isinstance(value, Tensor) for value in live.values())
-        constant = tensors and not self.whole and not transforms() and not any(v.requires_grad for v in live.values())
+        in_python = not self.whole and not transforms()
+        constant = in_python and all(isinstance(value, Tensor) and not value.requires_grad for value in live.values())
         if constant:
             live = {name: with_gradient(value.detach()) for name, value in live.items()}
         with self.emitted.isolated():

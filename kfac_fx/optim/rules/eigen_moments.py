@@ -82,8 +82,8 @@ T is the radius of a trust region (Conn, Gould & Toint 2000, "Trust region metho
 alone would take long to do so.
 
 **Noise.** A step moves the predictions of its own batch further than those of others, because it learns the noise of
-its batch. Where batch normalization meets few cases, it moves them ten times as far or more, so that the bound would
-hold the training where it is. So the bound gives way if it shortens steps by much, and they do little to a batch that
+its batch. Where batch normalization meets few cases, it moves them many times as far, so that the bound would hold the
+training where it is. So the bound gives way if it shortens steps by much, and they do little to a batch that
 they had not seen, neither good nor harm. At the checks of the first `YOUTH` steps, if this batch is not the last one's,
 
     T <- 8 T, at most `MOST_DOUBT`; r <- 1    if ρ T > `NARROW` at the last check, and -`HARM` <= A <= `UNLIKE`
