@@ -580,8 +580,8 @@ class BlockDiagonalFisher(Operator):
 
     @torch.no_grad()
     def _multiply_kept(self, vector: Vector, root: Root) -> dict[str, Tensor]:
-        """A product without the checks of `_multiply`, which cost a step more than the products of small layers: a step
-        splits its vectors by the parameters, so that only the names can be wrong."""
+        """A product without the checks of `_multiply`: a step splits its vectors by the parameters, so that only the
+        names can be wrong."""
         groups, shapes = self.groups, self._shapes
         if self.owners is not None:
             groups = self.kept
