@@ -118,12 +118,11 @@ class AdaptedDamping(DampingThresholds):
     def check_adapted_damping(self) -> None:
         """Raises ValueError for options that need `adapt_damping`, and for thresholds in the wrong order."""
         self.check_thresholds()
-        names = [option.name for of in (DampingThresholds, AdaptedDamping) for option in fields(of)]
-        defaults = {option.name: option.default for option in fields(self)}
+        names = [option.name for option in fields(AdaptedDamping)]
         idle = [
-            f"{name}={getattr(self, name)!r} has no effect without adapt_damping=True: leave it out"
-            for name in dict.fromkeys(names)
-            if not self.adapt_damping and getattr(self, name) != defaults[name]
+            f"{option.name}={getattr(self, option.name)!r} has no effect without adapt_damping=True: leave it out"
+            for option in fields(self)
+            if not self.adapt_damping and option.name in names and getattr(self, option.name) != option.default
         ]
         if idle:
             raise ValueError("\n".join(idle))
@@ -309,10 +308,7 @@ class BlockStep:
     undone: Tensor | None = None
     check_next: bool = False
     on_trial: bool = False
-    own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
-    state_place: tuple[str, str] = field(init=False, default=("", ""))  # `Rule.state_place`
-    undamped: bool = field(init=False, default=False)  # whether that class has no λ
-    sided: bool = field(init=False, default=False)  # whether it damps sides of blocks by parts of their eigenvalues
+    own: Rule | None = field(init=False, default=None)  # the rule, if its class is the user's
     ok: Tensor = field(init=False)
 
     if not TYPE_CHECKING:  # a type checker knows the names
@@ -333,13 +329,13 @@ class BlockStep:
     @property
     def state(self) -> Tensors:
         """The vectors of the rule's state, [P], by name."""
-        return self.flat.state if self.own is None else Known(self.flat.state, *self.state_place)
+        return self.flat.state if self.own is None else Known(self.flat.state, *self.own.state_place)
 
     @property
     def damping(self) -> Tensor:
         """λ, 0-dim, written in place."""
-        if self.undamped:
-            raise ValueError(f"direction of {self.own} reads step.damping, {self.without_damping}")
+        if self.own is not None and self.own.is_undamped:
+            raise self.own.without_damping("reads step.damping")
         return self.present_damping
 
     def exact_products(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -377,16 +373,8 @@ class BlockStep:
 
     def refuse_undamped(self) -> None:
         """Raises ValueError for a rule of the user that multiplies with inverses and has no damping of its own."""
-        if self.undamped and not self.sided:
-            raise ValueError(f"direction of {self.own} multiplies with powers of F + λ I, {self.without_damping}")
-
-    @property
-    def without_damping(self) -> str:
-        """The end of the message for a rule that has no λ."""
-        return (
-            f"and {self.own} has no λ, so that it is 0: write class {self.own}(kfac_fx.rules.Damped) and "
-            f"rule={self.own}(damping=0.1), or define the property first_damping."
-        )
+        if self.own is not None and self.own.is_undamped and self.own.side_damping is None:
+            raise self.own.without_damping("multiplies with powers of F + λ I")
 
     @property
     def fisher_product(self) -> Product:
@@ -523,6 +511,19 @@ class Rule:
     def first_damping(self) -> float | Tensor:
         """λ before the first step."""
         return 0.0
+
+    @property
+    def is_undamped(self) -> bool:
+        """Whether the class has no λ, so that it is 0."""
+        return type(self).first_damping is Rule.first_damping
+
+    def without_damping(self, does: str) -> ValueError:
+        """The error for a rule that has no λ. does: what its direction does with λ."""
+        name = type(self).__name__
+        return ValueError(
+            f"direction of {name} {does}, and {name} has no λ, so that it is 0: write class "
+            f"{name}(kfac_fx.rules.Damped) and rule={name}(damping=0.1), or define the property first_damping."
+        )
 
     @property
     def damping_rule(self) -> AdaptedDamping | None:
@@ -676,9 +677,7 @@ class Rule:
         if not type(self).__module__.startswith("kfac_fx."):
             measures = self.checked or self.is_exact or self.damping_rule is not None
             of_rule = {key: of for key, of in step.scalars.items() if measures or key not in MEASURED}
-            step.own, step.scalars = name, Known(of_rule, f"{name}.scalars")
-            step.undamped, step.sided = type(self).first_damping is Rule.first_damping, self.side_damping is not None
-            step.state_place = self.state_place
+            step.own, step.scalars = self, Known(of_rule, f"{name}.scalars")
         g, state = step.g, step.state
         update = self.direction(step)
         if not isinstance(update, Update):
@@ -874,88 +873,53 @@ class Damped(Rule):
 
 # --- options of other optimizers --------------------------------------------------------------------------------------
 
-LEAVE_OUT = " Leave it out."
-SCHEDULED = " Leave it out: a scheduler of torch.optim.lr_scheduler sets lr."
-OF_COMPILE = " Leave it out: approximations= and layers= of kfac_fx.compile choose the blocks."
-MICRO_BATCHES = " Leave it out: the forwards between two steps are the micro-batches of a step."
-# Options of other optimizers, and what to write instead. Each has a counterpart of another name, or is near to the name
-# of another option, which the error would suggest.
-OTHER_NAMES: Mapping[str, str] = {
-    # the optimizers of torch
-    "betas": " Write momentum=... and second_moment_decay=... instead of betas.",
-    "learning_rate": " Write lr=...; it is a factor, 1 by default, and not of the size of Adam's.",
-    "eps": " Leave it out; rules that need it take a damping instead.",
-    **dict.fromkeys(("amsgrad", "foreach", "fused", "capturable", "differentiable"), LEAVE_OUT),
-    "nesterov": LEAVE_OUT,
-    **dict.fromkeys(
-        ("max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
-        " Leave it out: step(closure) takes one step, and checks find its length.",
+# The remedies for options of other optimizers: torch's, other K-FACs, EKFAC, Shampoo and SOAP. Each option has a
+# counterpart of another name, or is near to the name of another option, which the error would suggest.
+INSTEAD: Mapping[str, str] = {
+    "Leave it out.": "amsgrad foreach fused capturable differentiable nesterov use_nesterov grad_clip "
+    "reject_damping_increase_factor norm_constraint_mode use_exact_inverses num_estimator_samples norm_shrink steps "
+    "num_total_steps warmup_steps params_group grafting inv_root_override beta2_decay momentum_decay ns_steps",
+    "Leave it out, and train minus the loss.": "maximize",
+    "Leave it out, and set optimizer.damping between steps.": "damping_schedule",
+    "Leave it out, and set group['momentum'] of optimizer.param_groups between steps.": "momentum_schedule",
+    "Leave it out: KFAC gets the net, and you call loss.backward().": "value_and_grad_func value_func_has_aux "
+    "value_func_has_state value_func_has_rng",
+    "Leave it out: a scheduler of torch.optim.lr_scheduler sets lr.": "learning_rate_schedule lr_decay warmup",
+    "Leave it out: approximations= and layers= of kfac_fx.compile choose the blocks.": "register_only_generic "
+    "patterns_to_skip auto_register_kwargs layer_tag_to_block_ctor max_preconditioner_dim max_precond_dim",
+    "Leave it out: kfac_fx.compile(..., approximations={name: 'generic'}) gives a parameter a diagonal block.": (
+        "skip_layers ignore_modules precondition_modules"
     ),
-    "maximize": " Leave it out, and train minus the loss.",
-    # K-FACs
-    "kl_clip": " Write norm_constraint=...; it bounds the squared Fisher norm of a step.",
-    **dict.fromkeys(("factor_update_steps", "factor_update_freq", "TCov"), " Write cov_update_every=...."),
-    **dict.fromkeys(("inv_update_steps", "inv_update_freq", "kfac_update_freq", "TInv"), " Write invert_every=...."),
-    **dict.fromkeys(
-        ("update_freq", "precondition_frequency"), " Write cov_update_every=... or invert_every=..., or leave them out."
+    "Leave it out: momentum has none. If you mean the damping of the Fisher, write damping=....": "dampening",
+    "Leave it out: step(closure) takes one step, and checks find its length.": "max_iter max_eval tolerance_grad "
+    "tolerance_change history_size line_search_fn",
+    "Leave it out: the damping has no upper bound.": "max_damping",
+    "Leave it out: the forwards between two steps are the micro-batches of a step.": "accumulation_steps "
+    "accumulate_data",
+    "Leave it out: weight_decay is decoupled.": "decoupled use_decoupled_weight_decay decoupled_weight_decay "
+    "weight_decay_type",
+    "Leave it out; rules that need it take a damping instead.": "eps epsilon",
+    "Write adapt_damping=True, which the 'regular', 'adam' and 'qmodel' rules have.": "use_adaptive_damping",
+    "Write cov_ema_decay=....": "factor_decay curvature_ema stat_decay ema_decay cov_decay shampoo_beta",
+    "Write cov_update_every=....": "factor_update_steps factor_update_freq TCov curvature_upd_interval",
+    "Write cov_update_every=... or invert_every=..., or leave them out.": "update_freq precondition_frequency",
+    "Write damping=....": "initial_damping",
+    "Write damping_decrease_rho_threshold=....": "damping_upper_threshold",
+    "Write damping_increase_rho_threshold=....": "damping_lower_threshold",
+    "Write invert_every=....": "inv_update_steps inv_update_freq kfac_update_freq TInv inverse_update_period "
+    "preconditioner_upd_interval",
+    "Write lr=...; it is a factor, 1 by default, and not of the size of Adam's.": "learning_rate",
+    "Write momentum=....": "beta1 momentum_beta",
+    "Write momentum=... and second_moment_decay=... instead of betas.": "betas",
+    "Write momentum_type='qmodel', which finds both the length of a step and its momentum.": (
+        "use_adaptive_learning_rate use_adaptive_momentum"
     ),
-    "factor_decay": " Write cov_ema_decay=....",
-    "decoupled": " Leave it out: weight_decay is decoupled.",
-    # kfac-jax
-    "initial_damping": " Write damping=....",
-    "max_damping": " Leave it out: the damping has no upper bound.",
-    "damping_lower_threshold": " Write damping_increase_rho_threshold=....",
-    "damping_upper_threshold": " Write damping_decrease_rho_threshold=....",
-    "reject_damping_increase_factor": LEAVE_OUT,
-    "damping_schedule": " Leave it out, and set optimizer.damping between steps.",
-    "momentum_schedule": " Leave it out, and set group['momentum'] of optimizer.param_groups between steps.",
-    "learning_rate_schedule": SCHEDULED,
-    "use_adaptive_damping": " Write adapt_damping=True, which the 'regular', 'adam' and 'qmodel' rules have.",
-    **dict.fromkeys(
-        ("use_adaptive_learning_rate", "use_adaptive_momentum"),
-        " Write momentum_type='qmodel', which finds both the length of a step and its momentum.",
-    ),
-    "norm_constraint_mode": LEAVE_OUT,
-    "inverse_update_period": " Write invert_every=....",
-    **dict.fromkeys(("use_exact_inverses", "num_estimator_samples"), LEAVE_OUT),
-    **dict.fromkeys(("distributed_precon_apply", "distributed_inverses"), " Write placement='owners'."),
-    **dict.fromkeys(
-        ("value_and_grad_func", "value_func_has_aux", "value_func_has_state", "value_func_has_rng"),
-        " Leave it out: KFAC gets the net, and you call loss.backward().",
-    ),
-    **dict.fromkeys(
-        ("register_only_generic", "patterns_to_skip", "auto_register_kwargs", "layer_tag_to_block_ctor"), OF_COMPILE
-    ),
-    # the K-FACs in PyTorch, asdl, and EKFAC
-    **dict.fromkeys(
-        ("curvature_ema", "stat_decay", "ema_decay", "cov_decay", "shampoo_beta"), " Write cov_ema_decay=...."
-    ),
-    "curvature_upd_interval": " Write cov_update_every=....",
-    "preconditioner_upd_interval": " Write invert_every=....",
-    "constraint_norm": " Write norm_constraint=....",
-    "batch_averaged": " Write reduction='mean' or reduction='sum'.",
-    "accumulation_steps": MICRO_BATCHES,
-    "accumulate_data": MICRO_BATCHES,
-    **dict.fromkeys(("assignment_strategy", "comm_method", "grad_worker_fraction"), " Write placement='owners'."),
-    **dict.fromkeys(
-        ("skip_layers", "ignore_modules", "precondition_modules"),
-        " Leave it out: kfac_fx.compile(..., approximations={name: 'generic'}) gives a parameter a diagonal block.",
-    ),
-    **dict.fromkeys(("norm_shrink", "steps", "num_total_steps", "warmup_steps", "params_group"), LEAVE_OUT),
-    # Shampoo, SOAP, and the optimizers of torch
-    **dict.fromkeys(("max_preconditioner_dim", "max_precond_dim"), OF_COMPILE),
-    "start_preconditioning_step": " Write num_burnin_steps=..., during which the parameters stand still.",
-    "epsilon": " Leave it out; rules that need it take a damping instead.",
-    **dict.fromkeys(("beta1", "momentum_beta"), " Write momentum=...."),
-    "beta2": " Write second_moment_decay=....",
-    **dict.fromkeys(
-        ("use_decoupled_weight_decay", "decoupled_weight_decay", "weight_decay_type"),
-        " Leave it out: weight_decay is decoupled.",
-    ),
-    "dampening": " Leave it out: momentum has none. If you mean the damping of the Fisher, write damping=....",
-    **dict.fromkeys(("lr_decay", "warmup"), SCHEDULED),
-    **dict.fromkeys(
-        ("use_nesterov", "grafting", "inv_root_override", "beta2_decay", "momentum_decay", "ns_steps", "grad_clip"),
-        LEAVE_OUT,
-    ),
+    "Write norm_constraint=....": "constraint_norm",
+    "Write norm_constraint=...; it bounds the squared Fisher norm of a step.": "kl_clip",
+    "Write num_burnin_steps=..., during which the parameters stand still.": "start_preconditioning_step",
+    "Write placement='owners'.": "distributed_precon_apply distributed_inverses assignment_strategy comm_method "
+    "grad_worker_fraction",
+    "Write reduction='mean' or reduction='sum'.": "batch_averaged",
+    "Write second_moment_decay=....": "beta2",
 }
+OTHER_NAMES = {name: f" {instead}" for instead, names in INSTEAD.items() for name in names.split()}
