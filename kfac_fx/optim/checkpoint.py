@@ -11,8 +11,6 @@ nothing else:
 All tensors of a parameter are on its device, random states included. A step reads entries with a "/" from the estimator
 and from `StepState`, where they live.
 
-`kfac_fx.optim.checkpoint` makes a `Checkpoint` of what a user loads.
-
 **Faults** of a state_dict that an optimizer is to load, and the things that its user should know of it.
 
 A state is checked as a whole before anything of it is loaded, and one error names all entries that are wrong. The shape
@@ -66,12 +64,10 @@ from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.effects import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
-LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
+LATE = "late"  # whether there is a late state of the random streams; and before the slash in the names of those states
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
 NAME = f"{WHOLE}name"  # on every parameter that has a state of its rule
 OUTDATED = f"{WHOLE}outdated"  # in a state that a user kept without a copy, while the optimizer went on
-MOVED = f"{WHOLE}moved"  # when each parameter moved last, see `Newcomers.numbers`
-OPTIONS = f"{WHOLE}options"  # a checksum of the names of the options, and the numbers that stand for them
 
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
 
@@ -103,26 +99,18 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
         of_rule = rule_state(states.get(parameter, {})) if kept else {}
         if parameter.requires_grad and kept and not of_rule:
             of_rule = (new_adam_state if first_order else state.options.rule.new_state)(real_numbers(parameter))
+        if of_rule:
+            number = checksum(names[parameter])
+            of_rule[NAME] = torch.full((), number, dtype=torch.int64, device=parameter.device)
         # An empty entry for a parameter of another owner: torch.distributed.checkpoint misses those without any.
         if of_rule or parameter in states or not kept:
             states[parameter] = of_rule
-    put_names(state, states)
     first = parameters[0][0]
     for key, block in state.estimator.blocks.items():
         owner = next((by_name[name] for name in block.registration.owners if name in by_name), first)
         of_block = {f"{key_text(key)}/{name}": tensor for name, tensor in block.state().items()}
         states.setdefault(owner, {}).update(on(owner, of_block))
-    states.setdefault(first, {}).update(on(first, whole(state)))
-
-
-def put_names(state: StepState, states: MutableMapping[Any, Tensors]) -> None:
-    """The checksums of names, of parameters on one device in one tensor."""
-    with_state = [parameter for parameter, of_rule in states.items() if of_rule]
-    for device in {parameter.device for parameter in with_state}:
-        members = [parameter for parameter in with_state if parameter.device == device]
-        numbers = torch.tensor([checksum(state.vectors.names[member]) for member in members])
-        for member, number in zip(members, on(members[0], {NAME: numbers})[NAME].unbind(), strict=True):
-            states[member][NAME] = number
+    states.setdefault(first, {}).update(on(first, {f"{WHOLE}{name}": entry for name, entry in whole(state).items()}))
 
 
 def checksum(text: str) -> int:
@@ -147,45 +135,41 @@ def option_numbers(options: KFACOptions) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
+def written_in_place(state: StepState) -> Tensors:
+    """The 0-dim tensors of the whole optimizer that steps write into, by the names of their entries."""
+    rule = state.options.rule
+    tensors = {"damping": state.damping, **{name: state.scalars[name] for name in (*SCALARS, *rule.scalars)}}
+    tensors |= {"skipped": state.skipped, "withdrawn": state.undone}  # of the skipped steps, those that checks undid
+    return tensors | {name: getattr(state.checks.size, name) for name in STEP_SIZE if rule.checked}
+
+
 def whole(state: StepState) -> Tensors:
-    """The tensors that belong to no block."""
-    schedule, late, rule, names = state.schedule, state.late, state.options.rule, state.vectors.names.values()
-    values = {"damping": state.damping, **{name: state.scalars[name] for name in (*SCALARS, *rule.scalars)}}
-    values |= {"skipped": state.skipped, "withdrawn": state.undone}
-    if rule.checked:
-        values |= {name: getattr(state.checks.size, name) for name in STEP_SIZE}
+    """The tensors that belong to no block, by their names without `WHOLE`."""
+    schedule, keys, cohort_of = state.schedule, sorted(state.estimator.blocks), state.estimator.cohorts
+    values = written_in_place(state)
+    if state.options.rule.checked:
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
-        values |= {MOVED.removeprefix(WHOLE): state.checks.newcomers.numbers(names, schedule.counter)}
+        values |= {"moved": state.checks.newcomers.numbers(state.vectors.names.values(), schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
-    keys, cohort_of = sorted(state.estimator.blocks), state.estimator.cohorts
     values |= {"first_recorded": torch.tensor([state.first_recorded.get(key, 0) for key in keys])}
-    values |= {COHORTS.removeprefix(WHOLE): torch.tensor([cohort_of[key] for key in keys])}
+    values |= {"cohorts": torch.tensor([cohort_of[key] for key in keys])}  # of the blocks in the order of their keys
     values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
-    values |= {OPTIONS.removeprefix(WHOLE): option_numbers(state.options)}
+    values |= {"options": option_numbers(state.options)}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
-    tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
-    if rule.damping_rule is not None and not rule.damping_rule.immediately:
-        streams = RandomState.now(state.forwards.devices) if late is None else late
-        tensors |= {LATE: torch.tensor(late is not None), f"{LATE}/cpu": streams.cpu}
-        tensors |= {f"{LATE}/{device}": stream for device, stream in streams.others.items()}
-    return tensors
+    if rule_is_late(state):
+        streams = RandomState.now(state.forwards.devices) if state.late is None else state.late
+        values |= {LATE: torch.tensor(state.late is not None), f"{LATE}/cpu": streams.cpu}
+        values |= {f"{LATE}/{device}": stream for device, stream in streams.others.items()}
+    return values
+
+
+def streams_in(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The late states of random streams among the entries of the whole optimizer, by device."""
+    return {name.removeprefix(f"{LATE}/"): entry for name, entry in entries.items() if name.startswith(f"{LATE}/")}
 
 
 # --- the checkpoint, loaded -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A state_dict without faults, sorted by what its tensors belong to."""
-
-    rules: Mapping[
-        int, Tensors
-    ]  # by the place of the parameter; copies on its device, of the dtype that they will have
-    blocks: Tensors
-    whole: Tensors  # without late states of random streams
-    late: RandomState | None
-    bases_as: str | None  # `BlockDiagonalFisher.bases_as` of the blocks
 
 
 def with_empty_groups(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -202,27 +186,20 @@ def is_left(group: Mapping[str, Any]) -> bool:
     return not group["params"] and group.get("first_order", True)
 
 
-def restore(
-    state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], checkpoint: Checkpoint
-) -> None:
+def restore(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], checkpoint: Entries) -> None:
     """Copy a checkpoint into `state` and into the optimizer's `states` by parameter.
 
     Forwards since the last step are forgotten.
     """
-    parameters = parameters_of(groups)
-    states.update({parameters[place][0]: dict(values) for place, values in checkpoint.rules.items()})
-    values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
-    rule, schedule = state.options.rule, state.schedule
+    parameters, values = parameters_of(groups), checkpoint.whole
+    states.update({parameters[int(place)][0]: dict(of_rule) for place, of_rule in checkpoint.rules.items()})
+    schedule, keys = state.schedule, sorted(state.estimator.blocks)
     if not state.forwards.mode_is_known:
         state.forwards.decided, state.estimator.estimation_mode = True, MODES[int(values["estimation_mode"])]
-    state.damping.copy_(values["damping"])
-    state.skipped.copy_(values["skipped"])
-    for name in (*SCALARS, *rule.scalars):
-        state.scalars[name].copy_(values[name])
+    for name, tensor in written_in_place(state).items():
+        tensor.copy_(values[name])
     schedule.counter, schedule.burned_in = int(values["counter"]), int(values["burned_in"])
-    if rule.checked:
-        for name in STEP_SIZE:
-            getattr(state.checks.size, name).copy_(values[name])
+    if state.options.rule.checked:
         state.checks.place = Place()  # the next step begins elsewhere
         state.checks.newcomers = Newcomers.of(values["moved"], state.vectors.names.values(), schedule.counter)
         schedule.intervals = schedule.with_given(StepIntervals(*values["intervals"].tolist()))
@@ -230,19 +207,18 @@ def restore(
         state.estimator.cov_ema_decay = schedule.decay
         step, apart = values["checks"].tolist()
         schedule.checked(step, apart, state.checks.size.calm)
-    first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
+    first = zip(keys, values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
-    numbers = values[COHORTS.removeprefix(WHOLE)].tolist()
-    state.estimator.set_cohorts(dict(zip(sorted(state.estimator.blocks), numbers, strict=True)))
+    state.estimator.set_cohorts(dict(zip(keys, values["cohorts"].tolist(), strict=True)))
     if checkpoint.bases_as != state.estimator.bases_as:
         state.estimator.keep_bases_as(checkpoint.bases_as)
     state.estimator.load_checked({"damping": values["estimator.damping"], **checkpoint.blocks})
     if "generator" in values:
         state.forwards.generator.set_state(values["generator"].cpu())
-    state.late = checkpoint.late
+    streams = {device: stream.cpu() for device, stream in streams_in(values).items()}
+    state.late = RandomState(streams.pop("cpu"), streams) if streams else None
     state.vectors.grouped = None
     state.memory.reset()
-    state.undone.copy_(values["withdrawn"])
     state.standstill.forget(int(values["skipped"]), int(values["withdrawn"]))
     state.forwards.forget()
 
@@ -264,18 +240,15 @@ SINCE = (
     *("promised", "trust", "advance", "agreement", "agreed", "unit"),
     *exact_steps.EXACT_SCALARS,
 )
-GENERATOR = f"{WHOLE}generator"
-COHORTS = f"{WHOLE}cohorts"  # of the blocks in the order of their keys; in no older states
-WITHDRAWN = f"{WHOLE}withdrawn"  # of the skipped steps, those that checks undid
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
 Rows = list[tuple[str, str]]  # the entries that are wrong, and what is wrong with them
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entries:
-    """The entries of a state_dict as they are, sorted by what they belong to.
+    """The entries of a state_dict, sorted by what they belong to.
 
     Those of parameters are by the place of the parameter, or by the key, as text, of one that is not there.
     """
@@ -283,9 +256,9 @@ class Entries:
     rules: dict[int | str, dict[str, Any]] = field(default_factory=dict)
     names: dict[int | str, Any] = field(default_factory=dict)  # the checksums
     blocks: dict[str, Any] = field(default_factory=dict)
-    whole: dict[str, Any] = field(default_factory=dict)
-    late: dict[str, Any] = field(default_factory=dict)  # the late states of random streams, by device
+    whole: dict[str, Any] = field(default_factory=dict)  # by their names without `WHOLE`
     twice: list[str] = field(default_factory=list)
+    bases_as: str | None = None  # `BlockDiagonalFisher.bases_as` of the blocks
 
     @staticmethod
     def of(state_dict: Mapping[str, Any]) -> Entries:
@@ -295,26 +268,22 @@ class Entries:
         places = {key: place for place, key in enumerate(keys)}
         for key, values in state_dict["state"].items():
             place = places.get(key, str(key))
-            entries.rules[place] = {str(name): value for name, value in values.items() if "/" not in str(name)}
-            for name, value in values.items():
-                if name == NAME:
-                    entries.names[place] = value
-                elif "/" in str(name):
-                    entries.put(name, value)
+            entries.rules[place] = {}
+            for given, value in values.items():
+                name, entry = str(given), value.detach() if isinstance(value, Tensor) else value
+                if "/" not in name:
+                    entries.rules[place][name] = entry
+                elif name == NAME:
+                    entries.names[place] = entry
+                else:
+                    kind = entries.whole if name.startswith(WHOLE) else entries.blocks
+                    if (short := name.removeprefix(WHOLE)) in kind:
+                        entries.twice.append(name)
+                    kind[short] = entry
         return entries
 
-    def put(self, name: str, value: Any) -> None:
-        """An entry that belongs to no rule."""
-        if name.startswith(f"{LATE}/"):
-            kind, name = self.late, name.removeprefix(f"{LATE}/")
-        else:
-            kind = self.whole if name.startswith(WHOLE) else self.blocks
-        if name in kind:
-            self.twice.append(name)
-        kind[name] = value
 
-
-def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Entries:
     """Raises ValueError for an optimizer's state_dict that does not fit, with all entries that are wrong.
 
     Where processes have different parts of a state, all of them refuse it if one does.
@@ -331,7 +300,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     return checkpoint
 
 
-def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Entries:
     """`check_state`, for this process alone."""
     if not is_state(state_dict):
         raise ValueError(
@@ -351,7 +320,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
             f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer, such as AdamW. Load the "
             "weights of the model alone, and begin KFAC without a state: it has factors after its first batch"
         )
-    if OUTDATED in entries.whole:
+    if OUTDATED.removeprefix(WHOLE) in entries.whole:
         raise ValueError(
             "the optimizer took a step after this state_dict was made, which shares most of its tensors, so some of "
             "its entries are of then and some of now: keep copy.deepcopy(optimizer.state_dict()), or save it to a file "
@@ -360,31 +329,23 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     refuse_other_choices(state, entries.whole)
     refuse_other_blocks(state, entries.blocks)
     added = follow_versions(state, groups, entries)
-    other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
-    of_whole, declared_whole = of_optimizer(state, entries, other_stream)
+    of_whole, declared_whole = of_optimizer(state, entries)
     given, declared = {**given, **of_whole}, {**declared, **declared_whole}
-    bases_as, bases = of_another_kind(state.estimator, entries.blocks)
+    entries.bases_as, bases = of_another_kind(state.estimator, entries.blocks)
     of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks}, bases)
     rows = [*group_faults(groups, saved_groups), *((name, "is there twice") for name in entries.twice)]
     rows += faults(given, declared)
     rows += further_faults(state, groups, entries, {name for name, _ in rows})
-    if GENERATOR in dict(rows):
+    if f"{WHOLE}generator" in dict(rows):
         hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
     refuse([*rows, *of_blocks], hint.strip(), owner="optimizer")
     like = {**state.estimator.state_dict(), **{name: tensor for name, (tensor, _) in declared.items()}}
     coarse = [name for name, entry in {**entries.blocks, **given}.items() if coarser(entry, like[name])]
-    texts = told(state, groups, saved_groups, entries, added, coarse)
-    for text in (*texts, *told_of_another_kind(bases_as, other_stream)):
+    for text in told(state, groups, saved_groups, entries, added, coarse):
         warn_user(UserWarning(f"{text}."))
-    streams = {device: entry.detach().cpu() for device, entry in entries.late.items()}
-    return Checkpoint(
-        staged(state, groups, entries),
-        {name: entry.detach() for name, entry in entries.blocks.items()},
-        {name: entry.detach() for name, entry in entries.whole.items()},
-        RandomState(streams.pop("cpu"), streams) if streams else None,
-        bases_as,
-    )
+    entries.rules = staged(state, groups, entries)
+    return entries
 
 
 # --- the form ---------------------------------------------------------------------------------------------------------
@@ -408,7 +369,7 @@ def refuse_other_choices(state: StepState, whole: Mapping[str, Any]) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: Rows = []
     for name, (here, number, kinds) in choices(state).items():
-        entry = whole.get(f"{WHOLE}{name}")
+        entry = whole.get(name)
         if fault(entry, torch.tensor(number)) is not None:
             continue  # told with all other faults
         there = int(cast(Tensor, entry))
@@ -478,14 +439,14 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
     rule, entry_of = state.options.rule, entries.whole
     for name in NO_LONGER:
         if name not in rule.scalars:
-            entry_of.pop(f"{WHOLE}{name}", None)
-    counter, steps = entry_of.get(f"{WHOLE}counter"), f"{WHOLE}steps"
-    if "steps" in rule.scalars and steps not in entry_of and isinstance(counter, Tensor):
-        entry_of[steps] = counter.to(torch.float64)
-    names = [name for name in SINCE if name in rule.scalars and f"{WHOLE}{name}" not in entry_of]
-    entry_of.update({f"{WHOLE}{name}": torch.tensor(rule.scalars[name], dtype=torch.float64) for name in names})
-    if "multiplier" in names and isinstance(norm := entry_of.get(f"{WHOLE}norm"), Tensor):
-        entry_of[f"{WHOLE}norm"] = torch.ones_like(norm)  # its first check is long ago
+            entry_of.pop(name, None)
+    counter = entry_of.get("counter")
+    if "steps" in rule.scalars and "steps" not in entry_of and isinstance(counter, Tensor):
+        entry_of["steps"] = counter.to(torch.float64)
+    names = [name for name in SINCE if name in rule.scalars and name not in entry_of]
+    entry_of.update({name: torch.tensor(rule.scalars[name], dtype=torch.float64) for name in names})
+    if "multiplier" in names and isinstance(norm := entry_of.get("norm"), Tensor):
+        entry_of["norm"] = torch.ones_like(norm)  # its first check is long ago
     for place, (parameter, first_order) in enumerate(parameters_of(groups)):
         values = entries.rules.get(place)
         if values and any(name not in values for name in SINCE):
@@ -493,31 +454,28 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
             missing = [name for name in SINCE if name in new and name not in values]
             values.update({name: new[name] for name in missing})
             names += [name for name in missing if name not in names]
-    if rule.checked and MOVED not in entry_of and isinstance(counter, Tensor) and counter.numel() == 1:
+    if rule.checked and "moved" not in entry_of and isinstance(counter, Tensor) and counter.numel() == 1:
         with_state = {place for place, values in entries.rules.items() if values}
         moved = {state.vectors.names[p] for n, (p, _) in enumerate(parameters_of(groups)) if n in with_state}
         names_here = state.vectors.names.values()
-        entry_of[MOVED] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
-    if COHORTS not in entry_of and isinstance(first := entry_of.get(f"{WHOLE}first_recorded"), Tensor):
-        entry_of[COHORTS] = (first > 0).to(first.dtype)
-    entry_of.setdefault(WITHDRAWN, torch.zeros((), dtype=torch.int64))
+        entry_of["moved"] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
+    if "cohorts" not in entry_of and isinstance(first := entry_of.get("first_recorded"), Tensor):
+        entry_of["cohorts"] = (first > 0).to(first.dtype)
+    entry_of.setdefault("withdrawn", torch.zeros((), dtype=torch.int64))
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
-        entries.late.clear()  # they belong to a step whose loss is still to be measured
+        for device in streams_in(entry_of):  # they belong to a step whose loss is still to be measured
+            del entry_of[f"{LATE}/{device}"]
     if not rule_is_late(state):
         entry_of.pop(LATE, None)
     return names
 
 
-def leave_stream_of_another_kind(state: StepState, entries: Entries) -> bool:
-    """Leave out the random stream of the sampled targets if it is that of another kind of device. Whether it is."""
-    stream, here = entries.whole.get(GENERATOR), state.forwards.generator.get_state()
+def is_of_another_kind(stream: Any, here: Tensor) -> bool:
+    """Whether the random stream of the sampled targets is that of another kind of device."""
     if not isinstance(stream, Tensor) or stream.dtype is not torch.uint8 or stream.dim() != 1:
         return False
-    if len(stream) == len(here) or len(stream) not in STREAM_SIZES:
-        return False
-    del entries.whole[GENERATOR]
-    return True
+    return len(stream) != len(here) and len(stream) in STREAM_SIZES
 
 
 def rule_is_late(state: StepState) -> bool:
@@ -556,26 +514,26 @@ def of_rules(state: StepState, groups: Sequence[Group], entries: Entries) -> tup
     return given, declared
 
 
-def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tuple[Given, Declared]:
-    """The entries of the whole optimizer, and their declarations.
-
-    other_stream: whether the random stream of the sampled targets was left out.
-    """
-    rule, needed, given = state.options.rule, whole(state), dict(entries.whole)
+def of_optimizer(state: StepState, entries: Entries) -> tuple[Given, Declared]:
+    """The entries of the whole optimizer, and their declarations. The random stream of the sampled targets is left out
+    if it is that of another kind of device."""
+    rule, needed, given = state.options.rule, whole(state), entries.whole
+    sizes = {device: STREAM_SIZES[device != "cpu"] for device in streams_in(given)}
     needed = {name: tensor for name, tensor in needed.items() if not name.startswith(f"{LATE}/")}
-    sizes = {device: STREAM_SIZES[device != "cpu"] for device in entries.late}
     needed |= {f"{LATE}/{device}": torch.zeros(size, dtype=torch.uint8) for device, size in sizes.items()}
-    if other_stream:
-        del needed[GENERATOR]
-    given |= {f"{LATE}/{device}": entry for device, entry in entries.late.items()}
-    if OPTIONS not in given or is_of_other_options(given[OPTIONS], needed[OPTIONS]):
-        given.pop(OPTIONS, None)
-        del needed[OPTIONS]
+    if is_of_another_kind(given.get("generator"), needed["generator"]):
+        del given["generator"], needed["generator"]
+    if "options" not in given or is_of_other_options(given["options"], needed["options"]):
+        given.pop("options", None)
+        del needed["options"]
     if LATE in needed and LATE not in given and saved_options(state, entries).get("update_damping_immediately") != 0:
         del needed[LATE]  # the options are others, or not known
     usual = {name: usual_values(torch.tensor(first)) for name, first in rule.scalars.items()}
     values = {**WHOLE_VALUES, **{name: values_of(name, rule.values, usual[name]) for name in usual}}
-    return given, {n: (tensor, values.get(n.removeprefix(WHOLE), FINITE)) for n, tensor in needed.items()}
+    return (
+        {f"{WHOLE}{name}": entry for name, entry in given.items()},
+        {f"{WHOLE}{name}": (tensor, values.get(name, FINITE)) for name, tensor in needed.items()},
+    )
 
 
 def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
@@ -624,7 +582,8 @@ def group_faults(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) ->
 def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, wrong: set[str]) -> Rows:
     """Faults of entries that have the right form. wrong: the names of those that have not."""
     names = [state.vectors.names[parameter] for parameter, _ in parameters_of(groups)]
-    by_checksum, given = {checksum(name): name for name in names}, entries.whole
+    by_checksum = {checksum(name): name for name in names}
+    given = {name: entry for name, entry in entries.whole.items() if f"{WHOLE}{name}" not in wrong}
     unknown = [place for place in entries.rules if place not in range(len(names)) and "param_groups" not in wrong]
     rows = [(f"parameter {place}", f"is unknown here, where {len(names)} are") for place in unknown]
     for place, name in enumerate(names):
@@ -632,34 +591,29 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
         if saved is not None and f"{NAME} of {name}" not in wrong and int(saved) != checksum(name):
             other = by_checksum.get(int(saved), "a parameter that is not here")
             rows.append((f"{NAME} of {name}", f"is that of {other}: the parameters are in another order"))
-    streams = {f"{LATE}/{device}": (entry, device) for device, entry in entries.late.items()}
-    if GENERATOR in given:
-        streams[GENERATOR] = given[GENERATOR], str(state.forwards.generator.device)
-    for name, (entry, device) in streams.items():
-        if name not in wrong and (fault_of_stream := generator_fault(entry, device)):
-            rows.append((name, fault_of_stream))
-    if LATE in given and LATE not in wrong and bool(given[LATE]) and "cpu" not in entries.late:
-        rows.append((f"{LATE}/cpu", "is missing"))
+    devices = {f"{LATE}/{device}": device for device in streams_in(given)}
+    devices["generator"] = str(state.forwards.generator.device)
+    of_whole: Rows = []
+    for name, device in devices.items():
+        if name in given and (fault_of_stream := generator_fault(given[name], device)):
+            of_whole.append((name, fault_of_stream))
+    if given.get(LATE) and f"{LATE}/cpu" not in entries.whole:
+        of_whole.append((f"{LATE}/cpu", "is missing"))
     for name in ("damping", "estimator.damping"):
-        if f"{WHOLE}{name}" not in wrong and float(state.options.rule.first_damping) and not given[f"{WHOLE}{name}"]:
-            rows.append((f"{WHOLE}{name}", "is 0, and must be positive"))
-    counter = given.get(f"{WHOLE}counter")
-    for name in ("checks", "first_recorded", "moved"):
-        if (
-            wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}"))
-            and (entry := given.get(f"{WHOLE}{name}")) is not None
-        ):
-            steps = entry[:1] if name == "checks" else entry
+        if name in given and float(state.options.rule.first_damping) and not given[name]:
+            of_whole.append((name, "is 0, and must be positive"))
+    if (counter := given.get("counter")) is not None:
+        for name in ("checks", "first_recorded", "moved"):
+            steps = given.get(name, counter.new_zeros(0))
+            steps = steps[:1] if name == "checks" else steps
             if bool((steps > counter).any()):
-                rows.append((f"{WHOLE}{name}", f"is of a step after the last, {int(cast(Tensor, counter))}"))
-    cohorts = given.get(COHORTS)
-    if COHORTS not in wrong and cohorts is not None and bool((cohorts > len(cohorts) + 1).any()):
-        rows.append((COHORTS, f"has the number {int(cohorts.max())}, and there are {len(cohorts)} blocks"))
-    for name, allowed in {**WHOLE_VALUES, **state.options.rule.values}.items():
-        entry = given.get(f"{WHOLE}{name}") if allowed.steps else None
-        if entry is not None and wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}")) and entry > counter:
-            rows.append((f"{WHOLE}{name}", f"counts {int(entry)} steps, and there were {int(cast(Tensor, counter))}"))
-    return rows
+                of_whole.append((name, f"is of a step after the last, {int(counter)}"))
+        for name, allowed in {**WHOLE_VALUES, **state.options.rule.values}.items():
+            if allowed.steps and name in given and given[name] > counter:
+                of_whole.append((name, f"counts {int(given[name])} steps, and there were {int(counter)}"))
+    if (cohorts := given.get("cohorts")) is not None and bool((cohorts > len(cohorts) + 1).any()):
+        of_whole.append(("cohorts", f"has the number {int(cohorts.max())}, and there are {len(cohorts)} blocks"))
+    return [*rows, *((f"{WHOLE}{name}", words) for name, words in of_whole)]
 
 
 # --- the options of the state -----------------------------------------------------------------------------------------
@@ -674,7 +628,7 @@ def is_of_other_options(saved: Any, here: Tensor) -> bool:
 
 def saved_options(state: StepState, entries: Entries) -> dict[str, float]:
     """The numbers of the options that the state was saved with; empty if they are not known."""
-    saved, here = entries.whole.get(OPTIONS), option_numbers(state.options)
+    saved, here = entries.whole.get("options"), option_numbers(state.options)
     if fault(saved, here, ANY_NUMBER) is not None or is_of_other_options(saved, here):
         return {}
     return dict(zip(state.options.told, cast(Tensor, saved)[1:].tolist(), strict=True))
@@ -714,18 +668,25 @@ def words_of_options(options: KFACOptions, saved: Mapping[str, float]) -> str:
 # --- what is loaded, and what the user should know of it --------------------------------------------------------------
 
 
-def staged(state: StepState, groups: Sequence[Group], entries: Entries) -> dict[int, Tensors]:
+def staged(state: StepState, groups: Sequence[Group], entries: Entries) -> dict[int | str, Tensors]:
     """The states of the rules that this process keeps, as they will be."""
-    rules: dict[int, Tensors] = {}
+    rules: dict[int | str, Tensors] = {}
     for place, (parameter, first_order) in enumerate(parameters_of(groups)):
         values = entries.rules.get(place)
         if values and state.vectors.division.keeps(state.vectors.names[parameter]):
             new = new_state(state, parameter, first_order)
             rules[place] = {
-                key: value.detach().to(parameter.device, kept_dtype(state, new[key], value), copy=True)
+                key: value.to(parameter.device, kept_dtype(state, new[key], value), copy=True)
                 for key, value in values.items()
             }
     return rules
+
+
+BASES_OF_KINDS = {  # how they are kept, and what that does
+    "cpu": ("wide layers in blocks, as a CPU does", "turns gradients less closely"),
+    "accelerator": ("wide layers whole, as a GPU does, and as earlier versions did", "costs more on a CPU"),
+    WHOLE_PATCHES: ("convolutions in wider blocks, as earlier versions did", "costs more on a CPU"),
+}
 
 
 def told(
@@ -766,31 +727,13 @@ def told(
     if coarse:
         were = "1 entry of the state was" if len(coarse) == 1 else f"{len(coarse)} entries of the state were"
         texts.append(f"{were} saved in a lower precision, such as {coarse[0]}")
-    return texts
-
-
-BASES_OF_KINDS = {  # how they are kept, and what that does
-    "cpu": ("wide layers in blocks, as a CPU does", "turns gradients less closely"),
-    "accelerator": ("wide layers whole, as a GPU does, and as earlier versions did", "costs more on a CPU"),
-    WHOLE_PATCHES: ("convolutions in wider blocks, as earlier versions did", "costs more on a CPU"),
-}
-
-
-def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
-    """Each thing that a user may not expect of the state of another kind of device.
-
-    Args:
-        bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device.
-        other_stream: whether the random stream of the sampled targets was left out.
-    """
-    texts = []
-    if other_stream:
+    if "generator" not in entries.whole:
         texts.append(
             "the state is of another kind of device, whose random numbers this one does not have: the stream of the "
             "sampled targets begins anew"
         )
-    if bases_as is not None:
-        kept, costs = BASES_OF_KINDS[bases_as]
+    if entries.bases_as is not None:
+        kept, costs = BASES_OF_KINDS[entries.bases_as]
         texts.append(
             f"the state has the bases of {kept}. The training goes on with these, which {costs}. To change "
             "to bases of this device, load the state of the model alone"
