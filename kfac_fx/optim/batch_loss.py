@@ -9,9 +9,6 @@ points it changes by
 for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
 other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
 
-All values are computed in the precision of the parameters (`kfac_fx.optim.batch_loss`), also where the user's forward
-rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
-
 **A part of the batch.** On an accelerator a check takes the first eighth of the examples (`part_of_batch`). The norm of
 a step is a mean over cases, and so is the loss. A bound and a guard need neither to more than a few digits, so an
 eighth of the cases tells them. On a CPU a check takes the whole batch.
@@ -24,11 +21,10 @@ Noise is the same at all points of a check, but not that of the user's forward, 
 Where the outputs of an example depend on the others, as behind a batch normalization, the outputs of a part are others,
 and the whole batch stays. One comparison a capture finds that out; the host waits for it.
 
-**Precision** of the forwards that check a step.
-
-A difference quotient of outputs loses its digits where the forward rounds coarsely. So these forwards compute in the
-precision of the parameters, whatever the user's forward was allowed: autocast around them is off, and products of
-float32 are computed in float32.
+**Precision.** A difference quotient of outputs loses its digits where the forward rounds coarsely. So the forwards of a
+check compute in the precision of the parameters, whatever the user's forward was allowed: autocast around them is off,
+and products of float32 are computed in float32. Where the user's forward rounded more coarsely, g is the gradient at
+outputs that differ by this rounding.
 
 Three things still round coarsely: parameters and inputs of half precision, casts that the graph has, and autocast in a
 part of forward. Where casts or inputs need the autocast that was around the user's forward, so that their dtypes meet
@@ -147,7 +143,7 @@ class ObservedForward:
     at_outputs: bool  # whether these are the Fisher's outputs
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
-    weights: Weights = field(default_factory=lambda: Weights())  # of the forward
+    weights: Weights | None = None  # of the forward
     otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
     between: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # see `derivatives_between`
 
@@ -160,13 +156,12 @@ class ObservedForward:
     def as_arrived(self) -> ObservedForward:
         """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
         the loss, as that of forward and a term of the outputs have."""
-        other = self.otherwise
+        other, own = self.otherwise, self.own_gradients()
         if other is None or not other.gradients:
-            return replace(self, gradients=self.own_gradients())
-        if not self.gradients:
-            return replace(other, gradients=other.own_gradients())
-        leaves, gradients = [*other.leaves, *self.leaves], {**other.own_gradients(), **self.own_gradients()}
-        return replace(other, leaves=leaves, gradients=gradients)
+            return replace(self, gradients=own)
+        if not own:
+            return other
+        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **own})
 
     def own_gradients(self) -> dict[int, Tensor]:
         """The gradients that the user sends into each leaf. Into a part of a loss that is returned, too, the loss sends
@@ -243,8 +238,8 @@ class Weights:
     """The parameters that a capture reads, at one time: where they lie, how often they were written, and on a CPU their
     norms, which alone tell of writes through `.data`."""
 
-    places: tuple[tuple[int, int], ...] = ()
-    norms: Tensor | None = None
+    places: tuple[tuple[int, int], ...]
+    norms: Tensor | None  # None: none is on a CPU
 
     @staticmethod
     def of(recorder: Recorder) -> Weights:
@@ -256,9 +251,9 @@ class Weights:
 
     def are(self, others: Weights) -> bool:
         """Whether none has changed from one time to the other."""
-        if self.places != others.places or (self.norms is None) != (others.norms is None):
-            return False
-        return self.norms is None or others.norms is None or torch.equal(self.norms, others.norms)
+        if self.norms is None or others.norms is None:
+            return self.norms is others.norms and self.places == others.places
+        return self.places == others.places and torch.equal(self.norms, others.norms)
 
 
 @dataclass
@@ -372,7 +367,7 @@ class BatchLoss:
             recorder = forward.recorder
             if not isinstance(recorder.emitted, EmittedGraph) or (recorder.emitted.random and not self.alone):
                 return False
-            if not forward.weights.are(Weights.of(recorder)):
+            if forward.weights is None or not forward.weights.are(Weights.of(recorder)):
                 return False
             if recorder.repeats is None and forward.at_outputs:
                 with self.same_noise():
@@ -570,7 +565,7 @@ class BatchLoss:
                     losses, parameters, directions, ggn=self.ggn, multiply_jacobian=self.multiply_jacobian
                 )
                 results.append((of_forward, here[0].cases))
-        return self.mean_of_matrices(results)
+        return self.averaged(results)
 
     @OWN_PRECISION.entered()
     def norm(self, at: Sequence[Values]) -> Tensor:
@@ -614,19 +609,18 @@ class BatchLoss:
             losses = [(weight, loss.at(loss.inputs)) for weight, loss in old.losses]
             of_forward = products_of_tangents(losses, tangents[: len(losses)], self.ggn)
             results.append((of_forward, old.cases))
-        return self.mean_of_matrices(results)
+        return self.averaged(results)
 
-    def mean_of_matrices(self, results: Sequence[tuple[Tensor, int | Tensor]]) -> Tensor:
-        """From (<d_i, F d_j>, cases) of every forward: those of the batch, averaged by cases."""
+    def averaged(self, results: Sequence[tuple[Tensor, int | Tensor]]) -> Tensor:
+        """From (products, cases) of every forward: the products of the batch, averaged by cases."""
         total = self.cases(cases for _, cases in results)
         products = [of_forward * (cases / at_least_one(total)) for of_forward, cases in results]
         return self.replicas.mean(torch.stack(products).sum(0))
 
     def mean_products(self, results: Sequence[tuple[Tensor, Tensor, int | Tensor]]) -> tuple[Tensor, Tensor]:
-        """From (<d, F d>, slope, cases) of every forward: those of the batch, averaged by cases."""
-        total = self.cases(cases for _, _, cases in results)
-        fisher = torch.stack([f * (cases / at_least_one(total)) for f, _, cases in results]).sum()
-        return self.replicas.mean(fisher), self.replicas.mean(torch.stack([slope for _, slope, _ in results]).sum())
+        """From (<d, F d>, slope, cases) of every forward: those of the batch."""
+        fisher = self.averaged([(of_forward, cases) for of_forward, _, cases in results])
+        return fisher, self.replicas.mean(torch.stack([slope for _, slope, _ in results]).sum())
 
     def products(
         self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]

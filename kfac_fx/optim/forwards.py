@@ -443,26 +443,22 @@ def refuse_in_join(options: KFACOptions, sharded: bool) -> None:
         )
 
 
-def refuse_other_join() -> None:
-    raise ValueError(
-        "inside of join(), processes without batches take part in the messages of DistributedDataParallel and not in "
-        "those of KFAC, which would wait for them. Write Join([wrapped, optimizer]) in its place, with Join of "
-        "torch.distributed.algorithms.join; or leave it out, and a process that has no more cases calls the net with "
-        "an empty batch, x[:0], and takes all steps with the others."
-    )
+OTHER_JOIN = (
+    "inside of join(), processes without batches take part in the messages of DistributedDataParallel and not in those "
+    "of KFAC, which would wait for them. Write Join([wrapped, optimizer]) in its place, with Join of "
+    "torch.distributed.algorithms.join; or leave it out, and a process that has no more cases calls the net with an "
+    "empty batch, x[:0], and takes all steps with the others."
+)
 
 
-def refuse_first(notified: object) -> None:
-    """Raises ValueError for an optimizer that is the first in `Join`. notified: of `Join.notify_join_context`."""
+def refuse_step_in_join(notified: object, forwards: int) -> None:
+    """Raises ValueError for a step of an optimizer that is the first in `Join`, and for one that has other than one
+    forward. notified: of `Join.notify_join_context`."""
     if notified is not None:
         raise ValueError(
             "Join runs the messages of its parts in their order, and those of KFAC come behind those of "
             "DistributedDataParallel: write Join([wrapped, optimizer])"
         )
-
-
-def refuse_micro_batches(forwards: int) -> None:
-    """Raises ValueError for a step inside of Join that has other than one forward."""
     if forwards != 1:
         raise ValueError(
             f"inside of Join, a step has one forward, which processes without batches take part in, and this one has "
@@ -489,8 +485,7 @@ class Forwards:
     halves: bool = False  # the last forward computed in half precision
     checked: bool = False  # the training loss has been compared with the registered loss
     scaled: bool = False  # a GradScaler that was not given called the first step
-    unwatched: bool = False  # the comparison was impossible
-    combined: bool = False  # it would be with the last of several losses, whose gradients the user combined
+    uncompared: str | None = None  # why that comparison was impossible
     has_inverted_mask: bool = False  # the padding mask seems to be nonzero at padding
     needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
     trained: bool = False  # a closure was seen to compute gradients
@@ -498,7 +493,6 @@ class Forwards:
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     came: bool = False  # a step took forwards whose backward came
     elsewhere: int = 0  # the number of steps whose gradients came without such a backward
-    before: RandomState | None = None  # before the last forward, until the comparison
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
@@ -556,7 +550,7 @@ class Forwards:
         self.batch, batch = None, MicroBatch(Backward(self.begins, self.ends))
         measured = schedule.adapting or schedule.checking
         if measured or not self.checked:
-            self.before = batch.start = RandomState.now(self.devices)
+            batch.start = RandomState.now(self.devices)
         if options.rule.is_exact and not schedule.burning_in:
             batch.call = args, kwargs
         # Now, because the model's own forward may change what a capture depends on; and before the statistics, because
@@ -659,13 +653,12 @@ class Forwards:
         if self.schedule.checking:
             precision = CheckPrecision.of_call(self.recorder, args, kwargs)
             batch.observed = ObservedForward.of(self.recorder, args, kwargs, outputs, precision)
-        if not self.checked:
+        if not self.checked and batch.start is not None:
             leaves = results.tree_leaves((args, kwargs))
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        if not self.checked and self.before is not None:
             with own_saved_tensors():
                 if self.recorder.knows_loss or self.schedule.options.estimation_mode is not None:
-                    batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
+                    batch.watched = watch(self.recorder, args, kwargs, outputs, batch.start)
                 else:
                     batch.watched = watch_unnamed(self.recorder, outputs)
 
@@ -758,17 +751,21 @@ class Forwards:
 
         Warns with LossScaleWarning.
         """
-        self.combined = self.seen.given_up and self.left.are_others
-        self.unwatched = not (self.seen.watched or self.combined or self.net.knows_no_loss)
-        self.checked, self.before, options = True, None, self.schedule.options
-        if self.combined:
+        self.checked, self.uncompared, watched = True, None, self.seen.watched
+        if self.seen.given_up and self.left.are_others:
+            self.uncompared = (
+                "the gradients of the first step were given to the parameters behind several backwards, between which "
+                "gradients were zeroed"
+            )
             return
+        if not (watched or self.net.knows_no_loss):
+            self.uncompared = "the first step's forward had no outputs of the Fisher to watch, or no memory for it"
         if unfollowed := self.net.unfollowed(lost=True):
             warn_user(LossScaleWarning("\n".join(f"{text}. {AS_UNNAMED}" for text in unfollowed)))
         value = None if loss is None else float(loss)
         self.has_inverted_mask = check_scale(
-            self.seen.watched,
-            reduction=options.reduction,
+            watched,
+            reduction=self.schedule.options.reduction,
             loss_scale=loss_scale,
             value=value,
             in_training=self.estimator.records_in_training,
@@ -800,26 +797,19 @@ class Forwards:
 
     def fallbacks(self) -> list[str]:
         """For the report: the checks and recordings that did not happen, and why."""
-        unwatched = (
-            "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
-            "of the Fisher to watch, or no memory for it"
-        )
-        combined = (
-            "whether the training loss is the registered one was not checked: the gradients of the first step were "
-            "given to the parameters behind several backwards, between which gradients were zeroed"
-        )
-        stale = f"statistics were due at {self.unrecorded} steps that no forward with a backward came before"
-        elsewhere = (
-            f"the gradients of {plural(self.elsewhere, 'step')} did not come from a backward through outputs of the "
-            "net, so the statistics are those of all forwards before, also of batches that were given up"
-        )
-        reasons = {
-            unwatched: self.unwatched,
-            combined: self.combined,
-            stale: self.unrecorded,
-            elsewhere: self.elsewhere,
-        }
-        return [reason for reason, happened in reasons.items() if happened]
+        reasons = []
+        if self.uncompared is not None:
+            reasons.append(f"whether the training loss is the registered one was not checked: {self.uncompared}")
+        if self.unrecorded:
+            reasons.append(
+                f"statistics were due at {self.unrecorded} steps that no forward with a backward came before"
+            )
+        if self.elsewhere:
+            reasons.append(
+                f"the gradients of {plural(self.elsewhere, 'step')} did not come from a backward through outputs of "
+                "the net, so the statistics are those of all forwards before, also of batches that were given up"
+            )
+        return reasons
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

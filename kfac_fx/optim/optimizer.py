@@ -24,17 +24,16 @@ from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded, shard
 from kfac_fx.optim.checkpoint import OUTDATED, check_state, is_left, parameters_of, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import (
+    OTHER_JOIN,
     Closure,
     Forwards,
     StandIn,
     TrainingClosure,
     outside_autocast,
-    refuse_first,
     refuse_in_join,
-    refuse_micro_batches,
     refuse_no_closure,
-    refuse_other_join,
     refuse_other_losses,
+    refuse_step_in_join,
 )
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
 from kfac_fx.optim.options import GROUPS, KFACOptions
@@ -434,8 +433,7 @@ class KFAC(Optimizer, Joinable):
             loss = loss if measured is None else measured
         self._follow_registrations()
         if self._stand_in is not None:
-            refuse_first(Join.notify_join_context(self))
-            refuse_micro_batches(self._forwards.seen.forwards)
+            refuse_step_in_join(Join.notify_join_context(self), self._forwards.seen.forwards)
             loss = self._stand_in.share(loss)
         counted = self.counter, self.burned_in
         try:
@@ -473,7 +471,7 @@ class KFAC(Optimizer, Joinable):
             self._stand_in.on_forward(args, kwargs)
             self._joined = join or self._joined
         elif join is not None and join is not self._joined:
-            refuse_other_join()
+            raise ValueError(OTHER_JOIN)
         with self.phases.measure("record"):
             return self._forwards.on_forward(args, kwargs)
 
