@@ -26,6 +26,7 @@ from torch import Tensor
 from kfac_fx.compiled.loss_scale import LossScaleWarning
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import BlockOperator
+from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.matrices import HostCopy, dense
 from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
@@ -143,6 +144,34 @@ REMEDIES = {
     UPDATE: "Write a smaller lr or weight_decay, or a larger damping",
     NO_CASES: "Leave out batches without cases, or with ignored targets alone",
 }
+TOO_SHORT = (
+    "though gradients and lr are not zero: the updates are smaller than the rounding of the parameters. Usual causes "
+    "are an lr or a factor of the loss that is far too small, a damping that is far too large, and parameters in "
+    "float16 or bfloat16, which autocast keeps in float32"
+)
+NO_GRADIENT = (
+    "because all gradients are zero. If the loss is not at its minimum, they underflow, no unit is active, or all "
+    "targets are ignored, so that the mean loss is NaN: print the loss, compare parameter.grad with zero after "
+    "backward, and in float16 use autocast with a GradScaler, or bfloat16"
+)
+TOLD = {
+    "no gradient": f"{STILL} steps in a row changed nothing, because no parameter had a gradient when step() was "
+    "called. Usual causes are a step() before the backward(), a zero_grad() between them, a forward under "
+    "torch.no_grad(), and a loss that does not depend on the outputs of net(x). Write optimizer.zero_grad(), loss = "
+    "... of net(x), loss.backward(), optimizer.step(), in this order.",
+    "failed": "{steps} changed nothing, because {because}. {remedy}. optimizer.skipped counts such steps.",
+    "still": "no parameter has changed in steps {steps}, {because}.",
+    "idle": "{number} of the first {steps} changed nothing, because all gradients were zero: no case of the batch had "
+    "a target, as where all labels are -100, or its loss was at its minimum. optimizer.skipped counts such steps. "
+    "Leave batches without a target out.",
+    "uphill": "in steps {steps} the update of the rule pointed up the loss: its product with the gradient is negative. "
+    "The step subtracts the vector of an Update, so this vector has the sign of the gradient: Update(step.g) is "
+    "gradient descent. If direction returns a velocity, add step.precondition(step.g) to it, and do not subtract it.",
+    "diverged": "the training diverges: at step {step} gradients and parameters are more than "
+    f"{GROWN:g} times as large as at first, and their product, which grows as the loss does, is more than "
+    f"{DIVERGED:,.0f} times as large. If there was a LossScaleWarning, do what it says. Else the steps are too long: "
+    "write a smaller lr or a larger damping. Then begin anew.",
+}
 
 
 @dataclass
@@ -198,13 +227,7 @@ class StandstillWatch:
         """Count a step in which no parameter has a gradient; it changes nothing."""
         self.without_gradient += 1
         if self.without_gradient == STILL:
-            self.tell(
-                "no gradient",
-                f"{STILL} steps in a row changed nothing, because no parameter had a gradient when step() was called. "
-                "Usual causes are a step() before the backward(), a zero_grad() between them, a forward under "
-                "torch.no_grad(), and a loss that does not depend on the outputs of net(x). Write "
-                "optimizer.zero_grad(), loss = ... of net(x), loss.backward(), optimizer.step(), in this order.",
-            )
+            self.tell("no gradient")
 
     def note_idle(self, idle: Tensor) -> None:
         """Count a step whose gradients are all zero, as those of a batch without a target are. idle: whether it is,
@@ -248,20 +271,21 @@ class StandstillWatch:
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
         if new > 0:
-            because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
-            self.tell_failed(new, last, step, because)
+            because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), UNKNOWN)
+            steps = f"step {step}" if step - last == 1 else f"{plural(new, 'step')} of steps {last + 1} to {step}"
+            self.tell("failed", steps=steps, because=because, remedy=REMEDIES.get(because, FROM_DATA))
         self.trained |= bool(moved)
         minimum = self.trained and not pushed
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
-            self.tell_still(bool(pushed))
+            self.tell("still", steps=listed(self.still), because=TOO_SHORT if pushed else NO_GRADIENT)
         if idle and pushed:  # not those of a minimum, in which a training stays
-            self.tell_idle(idle, step)
+            self.tell("idle", number=f"{idle:,}", steps=plural(step, "step"))
         self.uphill = [*self.uphill, step] if uphill else []
         if len(self.uphill) == STILL:
-            self.tell_uphill()
+            self.tell("uphill", steps=listed(self.uphill))
         if diverged:
-            self.tell_diverged(step)
+            self.tell("diverged", step=step)
 
     def forget(self, skipped: int, undone: int) -> None:
         """Begin anew, with a state that was loaded. skipped, undone: the numbers in it, as of `look`."""
@@ -269,58 +293,11 @@ class StandstillWatch:
         self.still.clear()
         self.unread.clear()
 
-    def tell_failed(self, number: int, last: int, step: int, because: str | None) -> None:
-        text = f"{because or UNKNOWN}. {REMEDIES.get(because or UNKNOWN, FROM_DATA)}"
-        steps = f"step {step}" if step - last == 1 else f"{plural(number, 'step')} of steps {last + 1} to {step}"
-        self.tell("failed", f"{steps} changed nothing, because {text}. optimizer.skipped counts such steps.")
-
-    def tell_still(self, pushed: bool) -> None:
-        if pushed:
-            text = (
-                "though gradients and lr are not zero: the updates are smaller than the rounding of the parameters. "
-                "Usual causes are an lr or a factor of the loss that is far too small, a damping that is far too "
-                "large, and parameters in float16 or bfloat16, which autocast keeps in float32."
-            )
-        else:
-            text = (
-                "because all gradients are zero. If the loss is not at its minimum, they underflow, no unit is active, "
-                "or all targets are ignored, so that the mean loss is NaN: print the loss, compare parameter.grad with "
-                "zero after backward, and in float16 use autocast with a GradScaler, or bfloat16."
-            )
-        *others, last = self.still
-        self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
-
-    def tell_idle(self, number: int, step: int) -> None:
-        self.tell(
-            "idle",
-            f"{number:,} of the first {plural(step, 'step')} changed nothing, because all gradients were zero: no case "
-            "of the batch had a target, as where all labels are -100, or its loss was at its minimum. "
-            "optimizer.skipped counts such steps. Leave batches without a target out.",
-        )
-
-    def tell_uphill(self) -> None:
-        *others, last = self.uphill
-        self.tell(
-            "uphill",
-            f"in steps {', '.join(map(str, others))} and {last} the update of the rule pointed up the loss: its "
-            "product with the gradient is negative. The step subtracts the vector of an Update, so this vector has the "
-            "sign of the gradient: Update(step.g) is gradient descent. If direction returns a velocity, add "
-            "step.precondition(step.g) to it, and do not subtract it.",
-        )
-
-    def tell_diverged(self, step: int) -> None:
-        self.tell(
-            "diverged",
-            f"the training diverges: at step {step} gradients and parameters are more than {GROWN:g} times as large as "
-            f"at first, and their product, which grows as the loss does, is more than {DIVERGED:,.0f} times as large. "
-            "If there was a LossScaleWarning, do what it says. Else the steps are too long: write a smaller lr or a "
-            "larger damping. Then begin anew.",
-        )
-
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, kind: str, **words: object) -> None:
+        """Warn, once, in the words of `TOLD`."""
         if kind not in self.told:
             self.told.add(kind)
-            warn_user(StalledWarning(text))
+            warn_user(StalledWarning(TOLD[kind].format(**words)))
 
 
 def largest(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
