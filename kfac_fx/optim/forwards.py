@@ -56,7 +56,7 @@ from kfac_fx.passes.errors import plural, warn_user
 from kfac_fx.passes.matrix import HALVES, complex_numbers, real_numbers
 from kfac_fx.passes.torch_private import after_backward, backward_here, grad_runs, version, versions
 from kfac_fx.passes.tracing.effects import RandomState, closure_undone
-from kfac_fx.passes.tracing.signature import autocast
+from kfac_fx.passes.tracing.signature import all_on, autocast
 from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.output_losses import OTHER_FACTOR
@@ -896,9 +896,7 @@ def outside_autocast() -> Iterator[Callable[[Callable[..., Any] | None], Callabl
             return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                for kind, dtype in ambient:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+            with all_on(ambient):
                 return function(*args, **kwargs)
 
         return run

@@ -148,13 +148,17 @@ class KFACOptions:
         """The decay of the factors in one step."""
         return self.rule.factor_decay if self.cov_ema_decay is None else self.cov_ema_decay
 
+    @functools.cached_property
+    def given(self) -> dict[str, Any]:
+        """The options that all processes of a training must share, and those of the rule, as they were given."""
+        different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
+        names = [option.name for option in fields(self) if option.name not in (*different, "rule", "because")]
+        values = {name: getattr(self, name) for name in names}
+        return values | {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
+
     def common(self) -> dict[str, str]:
         """The options that all processes of a training must share, as text. Waits for the device of tensors."""
-        different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
-        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in different}
-        del values["rule"], values["because"]
-        values["momentum_type"], values["placement"] = self.rule.name, self.strategy or PLACEMENTS[0]
-        values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
+        values = self.given | {"momentum_type": self.rule.name, "placement": self.strategy or PLACEMENTS[0]}
         return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in values.items()}
 
     def mode_for(self, unnamed: bool) -> str:
@@ -173,16 +177,15 @@ class KFACOptions:
     def told(self) -> dict[str, float | str | None]:
         """The options, as they were given, that a checkpoint has next to the choices that it depends on. Waits for
         the device of tensors."""
-        elsewhere = ("momentum_type", "estimation_mode", "adapt_damping", "placement")  # the last changes no result
-        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name in self.common()}
-        values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
-        values |= {"lr": self.of_groups["lr"], "cov_ema_decay": self.factor_decay}
+        elsewhere = ("estimation_mode", "adapt_damping", "placement")  # the last changes no result
+        values = self.given | {"lr": self.of_groups["lr"], "cov_ema_decay": self.factor_decay}
         values |= {"first_order": repr(self.first_order_rule)}
         numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
-        comparable = {
-            name: value for name, value in numbers.items() if isinstance(value, (float, int, str, type(None)))
+        return {
+            name: value
+            for name, value in numbers.items()
+            if name not in elsewhere and isinstance(value, (float, int, str, type(None)))
         }
-        return {name: value for name, value in comparable.items() if name not in elsewhere}
 
     @property
     def of_groups(self) -> dict[str, Any]:

@@ -38,11 +38,7 @@ PHASES = ("record", "statistics", "inverses", "update")
 
 
 class PhaseSeconds:
-    """Seconds by phase. The phases do not overlap.
-
-    "record" is the forwards of the net that record statistics, "statistics" the averages of the factors, "inverses"
-    their decompositions, and "update" the rest of a step, with the checks and the closures that measure the loss. On an
-    accelerator these are the seconds in which the host issued the work, not those in which the device did it.
+    """Seconds of the host by phase, see `Metrics`. The phases do not overlap.
 
     Attributes:
         readers: how many read the seconds; without any, no clock is read.
