@@ -34,7 +34,6 @@ captured under it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -55,14 +54,20 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.losses.distributions import LossFunction, Unnamed
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.graphs.labels import named_dtypes
 from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import pytree, version
 from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.passes.tracing.signature import autocast, ignoring_autocast_of_graphs, kinds
 from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.equivalence import coarsest_rounding, differ, evaluated, sampled_elements
+from kfac_fx.recording.equivalence import (
+    coarsest_rounding,
+    differ,
+    difference_of_part,
+    evaluated,
+    first_rows,
+    sampled_elements,
+)
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
@@ -415,7 +420,7 @@ class BatchLoss:
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
         """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
-        dims = dict(zip(forward.leaves, case_dims(forward.recorder, len(leaves)), strict=True))
+        dims = dict(zip(forward.leaves, forward.recorder.emitted.dims_of_cases(len(leaves)), strict=True))
         outputs = dict(zip(forward.leaves, leaves, strict=True))
         arrived = [leaf for leaf in outputs if leaf in forward.gradients] or [*outputs][:1]
         terms = []
@@ -790,7 +795,7 @@ def part_of_forward(forward: ObservedForward, share: float) -> ObservedForward:
     if wanted == total:
         return forward
     if forward.at_outputs:
-        dims = dict(zip(forward.leaves, case_dims(recorder, len(forward.leaves)), strict=True))
+        dims = dict(zip(forward.leaves, recorder.emitted.dims_of_cases(len(forward.leaves)), strict=True))
         factor = total / wanted
         gradients = {
             leaf: precise(first_rows(gradient, dims[leaf], total, wanted)) * factor
@@ -806,15 +811,6 @@ def examples_of(forward: ObservedForward, share: float) -> tuple[int, int]:
     recorder = forward.recorder
     values = forward.inputs
     return recorder.emitted.examples(values), recorder.emitted.examples(recorder.emitted.part(values, share))
-
-
-def case_dims(recorder: Recorder, outputs: int) -> Sequence[int]:
-    return recorder.emitted.case_dims or [0] * outputs
-
-
-def first_rows(tensor: Tensor, dim: int, total: int, wanted: int) -> Tensor:
-    """The rows of the first `wanted` of `total` examples, of which every one has equally many."""
-    return tensor.narrow(dim, 0, wanted * (tensor.shape[dim] // total))
 
 
 def against_part(forward: ObservedForward, share: float, parameters: Mapping[str, Tensor]) -> str | None:
@@ -838,55 +834,6 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
         return None
     if recorder.parts_differ is None:
         with forward.precision.entered():
-            recorder.parts_differ = difference_of_part(recorder, recorder.emitted, forward, wanted, parameters) or ""
+            differs = difference_of_part(recorder, forward.inputs, wanted, parameters, forward.precision.rounding)
+        recorder.parts_differ = differs or ""
     return recorder.parts_differ or None
-
-
-@torch.no_grad()
-def difference_of_part(
-    recorder: Recorder, emitted: EmittedGraph, forward: ObservedForward, wanted: int, parameters: Mapping[str, Tensor]
-) -> str | None:
-    """In words, how the outputs of the first `wanted` examples differ from those in a batch with as many others; None
-    if they do not. The host waits.
-
-    Noise in a part is that of other numbers, so then the other examples are replaced by the first ones instead.
-    """
-    values = forward.inputs
-    total = emitted.examples(values)
-    more = emitted.part(values, (min(total, 2 * wanted) - 0.5) / total)
-    number = emitted.examples(more)
-
-    def outputs_on(inputs: Any) -> Sequence[Tensor]:
-        return recorder.outputs(parameters, inputs)[1]
-
-    try:
-        with_others, alone = outputs_on(more), outputs_on(emitted.part(values, (wanted - 0.5) / total))
-        dims = case_dims(recorder, len(alone))
-        for output, part, dim in zip(with_others, alone, dims, strict=True):
-            rows, left = divmod(output.shape[dim] if output.dim() else 1, number)
-            shape = list(output.shape)
-            if left or not output.dim() or [*shape[:dim], wanted * rows, *shape[dim + 1 :]] != list(part.shape):
-                return f"outputs {shape} of {number} examples are {list(part.shape)} of {wanted}"
-        if emitted.random:
-            alone = outputs_on(with_repeated_examples(emitted, more, wanted))
-            alone = [first_rows(output, dim, number, wanted) for output, dim in zip(alone, dims, strict=True)]
-    except RuntimeError as error:  # a graph of one size of batches
-        if fatal(error):
-            raise
-        return f"the graph does not run on it ({first_line(error)})"
-    expected = [first_rows(output, dim, number, wanted) for output, dim in zip(with_others, dims, strict=True)]
-    apart = differ(sampled_elements(list(expected)), sampled_elements(list(alone)), forward.precision.rounding)
-    return "the outputs of an example depend on the others" if bool(apart) else None
-
-
-def with_repeated_examples(emitted: EmittedGraph, values: Sequence[Any], wanted: int) -> tuple[Any, ...]:
-    """The inputs with copies of the first `wanted` examples where the other ones were."""
-    total = emitted.examples(values)
-
-    def again(position: int, value: Any) -> Any:
-        axis = emitted.case_axis(position, value)
-        if axis is None or value.shape[axis] != total:
-            return value
-        return torch.cat([value.narrow(axis, 0, wanted)] * math.ceil(total / wanted), dim=axis).narrow(axis, 0, total)
-
-    return tuple(again(position, value) for position, value in enumerate(values))

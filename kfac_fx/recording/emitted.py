@@ -405,6 +405,10 @@ class EmittedModel(ABC):
     def first_examples(self, values: Any, total: int, wanted: int) -> Any:
         """The first `wanted` of `total` examples of every input that has them."""
 
+    def dims_of_cases(self, outputs: int) -> Sequence[int]:
+        """The dimension of the cases in each of the Fisher's outputs."""
+        return self.case_dims or [0] * outputs
+
     @abstractmethod
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
         """The padding mask [cases, positions], and where its two dimensions are in each of the Fisher's outputs. None
@@ -591,6 +595,18 @@ class EmittedGraph(EmittedModel):
             return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, wanted)
 
         return tuple(shortened(position, value) for position, value in enumerate(values))
+
+    def repeated_examples(self, values: Any, total: int, wanted: int) -> Any:
+        """The inputs with copies of the first `wanted` of `total` examples where the other ones were."""
+
+        def again(position: int, value: Any) -> Any:
+            axis = self.case_axis(position, value)
+            if axis is None or value.shape[axis] != total:
+                return value
+            copies = [value.narrow(axis, 0, wanted)] * math.ceil(total / wanted)
+            return torch.cat(copies, dim=axis).narrow(axis, 0, total)
+
+        return tuple(again(position, value) for position, value in enumerate(values))
 
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
         if self.program.mask is None:

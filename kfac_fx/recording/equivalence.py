@@ -24,6 +24,9 @@ torch draws the same dropout between recurrent layers from the same random strea
 cuDNN is off where there is such dropout. Where the lengths of packed sequences are on an accelerator, the host would
 have to read them, so the steps stay written out.
 
+A part of a batch has the outputs of the batch where those of an example do not depend on the others
+(`difference_of_part`).
+
 A product with the Jacobian needs forward-mode derivatives, which not all kernels have. So only `evaluated` runs
 them, and `BagsByLookups` computes bags of embeddings by operations that have such derivatives.
 """
@@ -709,6 +712,51 @@ def against(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, 
     ]
     apart = differ(samples[0], samples[1], coarsest_rounding(recorder, values))
     return "torch's kernel has other outputs" if bool(apart) else None
+
+
+def first_rows(tensor: Tensor, dim: int, total: int, wanted: int) -> Tensor:
+    """The rows of the first `wanted` of `total` examples, of which every one has equally many."""
+    return tensor.narrow(dim, 0, wanted * (tensor.shape[dim] // total))
+
+
+@torch.no_grad()
+def difference_of_part(
+    recorder: Recorder, values: Any, wanted: int, parameters: Mapping[str, Tensor], rounding: float
+) -> str | None:
+    """In words, how the outputs of the first `wanted` examples differ from those in a batch with as many others; None
+    if they do not. The host waits.
+
+    Noise in a part is that of other numbers, so then the other examples are replaced by the first ones instead.
+
+    values: the inputs of the one graph of the model. rounding: as of `differ`.
+    """
+    emitted = recorder.emitted
+    assert isinstance(emitted, EmittedGraph), "bug in kfac_fx: a part of a batch without a single graph"
+    total = emitted.examples(values)
+    more = emitted.first_examples(values, total, min(total, 2 * wanted))
+    number = emitted.examples(more)
+
+    def outputs_on(inputs: Any) -> Sequence[Tensor]:
+        return recorder.outputs(parameters, inputs)[1]
+
+    try:
+        with_others, alone = outputs_on(more), outputs_on(emitted.first_examples(values, total, wanted))
+        dims = emitted.dims_of_cases(len(alone))
+        for output, part, dim in zip(with_others, alone, dims, strict=True):
+            rows, left = divmod(output.shape[dim] if output.dim() else 1, number)
+            shape = list(output.shape)
+            if left or not output.dim() or [*shape[:dim], wanted * rows, *shape[dim + 1 :]] != list(part.shape):
+                return f"outputs {shape} of {number} examples are {list(part.shape)} of {wanted}"
+        if emitted.random:
+            alone = outputs_on(emitted.repeated_examples(more, number, wanted))
+            alone = [first_rows(output, dim, number, wanted) for output, dim in zip(alone, dims, strict=True)]
+    except RuntimeError as error:  # a graph of one size of batches
+        if fatal(error):
+            raise
+        return f"the graph does not run on it ({first_line(error)})"
+    expected = [first_rows(output, dim, number, wanted) for output, dim in zip(with_others, dims, strict=True)]
+    apart = differ(sampled_elements(list(expected)), sampled_elements(list(alone)), rounding)
+    return "the outputs of an example depend on the others" if bool(apart) else None
 
 
 # --- bags of embeddings -----------------------------------------------------------------------------------------------

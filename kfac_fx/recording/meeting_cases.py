@@ -330,7 +330,7 @@ def keys_that_meet_in_outputs(
 
     fisher: the Fisher's outputs of any run. towers: whether they are those of several mini-batches.
     """
-    examples, dims = emitted.examples(values), emitted.case_dims or [0] * len(fisher)
+    examples, dims = emitted.examples(values), emitted.dims_of_cases(len(fisher))
 
     def outputs_by_case(interleaved: bool, _: Any, fisher: tuple[Tensor, ...]) -> LossRows:
         leaves = [output.detach().requires_grad_(output.requires_grad) for output in fisher]

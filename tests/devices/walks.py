@@ -37,7 +37,7 @@ FIRST_STEP = {
     "loss_scale.py:inverted_mask",  # is the mask nonzero at padding?
     "loss_scale.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
-    "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
+    "equivalence.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "batch_loss.py:repeats",  # once a capture: has a second forward the outputs of the first?
     "equivalence.py:against",  # once a capture: have torch's recurrent kernels the outputs of the graph?
     "step.py:choose_intervals",  # how many rows has a batch?
