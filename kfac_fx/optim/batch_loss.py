@@ -210,6 +210,10 @@ class ObservedForward:
             forward.otherwise = at(losses, False)
         return forward
 
+    def gradient(self, leaf: int, like: Tensor) -> Tensor:
+        """The gradient at a leaf as a tensor like its value; zero where none came."""
+        return self.gradients.get(leaf, torch.zeros_like(like)).to(like)
+
     def take(self, leaf: int, gradient: Tensor | None) -> None:
         """gradient: None behind the node of a DistributedDataParallel, if the loss leaves this output out."""
         if gradient is None:
@@ -428,7 +432,7 @@ class BatchLoss:
             value, dim = outputs[leaf], dims[leaf]
             shapes = [other.gradients[leaf].shape for other in self.forwards if leaf in other.gradients]
             cases = sum(shape[dim] if shape else 1 for shape in shapes)
-            gradient = forward.gradients.get(leaf, torch.zeros_like(value)).to(value)
+            gradient = forward.gradient(leaf, value)
             if value.dim():
                 value, gradient = value.movedim(dim, 0), gradient.movedim(dim, 0)
             rows = precise(real_numbers(gradient)) * (cases / self.loss_scale)
@@ -477,7 +481,10 @@ class BatchLoss:
             if not forward.gradients:
                 return self.replicas.mean(torch.full_like(value, torch.inf))
             share, leaves = values.cases / at_least_one(total), list(values.leaves)
-            solved = self.solved(forward, values) if forward.at_outputs and values.computed else None
+            solved = None
+            if forward.at_outputs and values.computed:
+                pairs = zip(forward.leaves, values.leaves, strict=True)
+                solved = SolvedGradients.of(values, [forward.gradient(number, leaf) for number, leaf in pairs])
             for place, (weight, loss) in enumerate(values.losses if forward.at_outputs else ()):
                 of_case = share * weight / at_least_one(loss.cases)
                 number = values.leaf_of(loss)
@@ -496,14 +503,6 @@ class BatchLoss:
             value = value + self.slope(forward, leaves)
         return self.replicas.mean(value)
 
-    def solved(self, forward: ObservedForward, at: Values) -> SolvedGradients:
-        """The gradients at the means of normal losses that are computed from the leaves."""
-        of_leaves = [
-            forward.gradients.get(number, torch.zeros_like(leaf)).to(leaf)
-            for number, leaf in zip(forward.leaves, at.leaves, strict=True)
-        ]
-        return SolvedGradients.of(at, of_leaves)
-
     @OWN_PRECISION.entered()
     def unit(self, at: Sequence[Values]) -> Tensor:
         """The square of the unit that losses without a name are measured in, [], because <d, F d> of their empirical
@@ -519,9 +518,8 @@ class BatchLoss:
 
     def gradient(self, forward: ObservedForward, at: Values, number: int, of_case: float | Tensor) -> Tensor:
         """That of the loss of a case at leaf `number`, of which the step's loss has `of_case`; zero where none came."""
-        leaf = at.leaves[number]
-        gradient = precise(real_numbers(forward.gradients.get(forward.leaves[number], torch.zeros_like(leaf)).to(leaf)))
-        return quotient_or_zero(gradient / self.loss_scale, of_case)
+        gradient = forward.gradient(forward.leaves[number], at.leaves[number])
+        return quotient_or_zero(precise(real_numbers(gradient)) / self.loss_scale, of_case)
 
     def finite(self, at: Sequence[Values]) -> Tensor:
         """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""

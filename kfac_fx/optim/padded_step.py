@@ -436,15 +436,30 @@ class PaddedStep:
             scalars: lr, momentum and weight_decay of the parameters by name, 0-dim.
             grow: as of `updates`.
         """
+        one_lr = flat.lr.dim() == 0
+
+        def move() -> None:
+            """One graph holds these operations, which read and write tensors that lie where they are."""
+            targets = split(flat.copies, self.registrations)
+            length = (lambda: -rate() * flat.lr) if one_lr else (lambda: -rate())
+            updates = self.updates(scalars["momentum"], nesterov(), most, grow, length)
+            self.keep_move(updates, targets, scalars)
+            if not one_lr:
+                for names, (lr,) in by_scalars(self.owners, scalars["lr"]):
+                    foreach_mul_([updates[name] for name in names], lr)
+            if flat.weight_decay is not None:
+                itself = {name: name for name in flat.copies}
+                for names, (lr, decay) in by_scalars(itself, scalars["lr"], scalars["weight_decay"]):
+                    foreach_mul_([flat.copies[name] for name in names], 1 - rate() * lr * decay * self.accept)
+            for parameters, moves in lists_alike([(targets[name], update) for name, update in updates.items()]):
+                foreach_add_(parameters, moves)
+
         with on_device(self.accept.device):
             self.prepare(flat, ok)
             # A graph depends on where its tensors lie, and on the decisions of the host.
             tensors = [*flat.copies.values(), *(scalar for by_name in scalars.values() for scalar in by_name.values())]
-            decisions = self.means.have_equal_weights(), flat.weight_decay is None, flat.lr.dim()
-            self.graph(
-                lambda: self.move(flat, rate, scalars, nesterov(), most, grow),
-                (*decisions, *(tensor.data_ptr() for tensor in tensors)),
-            )
+            decisions = self.means.have_equal_weights(), flat.weight_decay is None, one_lr
+            self.graph(move, (*decisions, *(tensor.data_ptr() for tensor in tensors)))
         self.packed = None
         return self.accept.clone()
 
@@ -484,30 +499,6 @@ class PaddedStep:
             self.moved = {n: torch.zeros_like(copies[n], dtype=dtype) for n, dtype in of_updates.items()}
         for padded in self.groups:
             padded.renew_bases()
-
-    def move(
-        self,
-        flat: FlatParameters,
-        rate: Callable[[], Tensor],
-        scalars: Scalars,
-        nesterov: Tensor,
-        most: Callable[[], Tensor],
-        grow: Grow,
-    ) -> None:
-        """The operations of `step` that one graph holds. They read and write tensors that lie where they are."""
-        one_lr = flat.lr.dim() == 0
-        targets = split(flat.copies, self.registrations)
-        length = (lambda: -rate() * flat.lr) if one_lr else (lambda: -rate())
-        updates = self.updates(scalars["momentum"], nesterov, most, grow, length)
-        self.keep_move(updates, targets, scalars)
-        if not one_lr:
-            for names, (lr,) in by_scalars(self.owners, scalars["lr"]):
-                foreach_mul_([updates[name] for name in names], lr)
-        if flat.weight_decay is not None:
-            for names, (lr, decay) in by_scalars({n: n for n in flat.copies}, scalars["lr"], scalars["weight_decay"]):
-                foreach_mul_([flat.copies[name] for name in names], 1 - rate() * lr * decay * self.accept)
-        for parameters, moves in lists_alike([(targets[name], update) for name, update in updates.items()]):
-            foreach_add_(parameters, moves)
 
 
 def lists_alike(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
