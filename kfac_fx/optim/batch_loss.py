@@ -79,18 +79,11 @@ ENTERED: ContextVar[tuple[tuple[str, torch.dtype], ...] | None] = ContextVar("EN
 
 @dataclass(frozen=True)
 class CheckPrecision:
-    """How the check's forwards of one call compute.
+    """How the check's forwards of one call compute."""
 
-    Attributes:
-        rounding: the ε of the coarsest precision that takes part in them.
-        as_returned: whether the user's forward computed in the same precision, so that a check may take what it
-            returned.
-        autocast: (kind of device, dtype) pairs of the autocast around them; usually none.
-    """
-
-    rounding: float = 0.0
-    as_returned: bool = True
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    rounding: float = 0.0  # the ε of the coarsest precision that takes part in them
+    as_returned: bool = True  # the user's forward computed in the same one, so a check may take what it returned
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (kind of device, dtype) around them; usually none
 
     @staticmethod
     def of_call(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CheckPrecision:
@@ -295,28 +288,21 @@ class Values:
 class BatchLoss:
     """The mean loss over all observed forwards of a step.
 
-    Args:
-        loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
-        replicas: the processes that have parts of the batch, which may be of different sizes.
-        start: the random streams before the first forward, so that noise is the same at all points.
-        alone: whether there was no other forward since the last step.
-        share: the part of the examples that `forwards` hold; see `part_of_batch`.
-        differentiated: whether values are differentiated, and not only compared. All values of a check are then
-            computed with the steps of recurrent layers written out, and else by torch's kernels
-            (`recording.equivalence`).
+    All values of a check are computed with the steps of recurrent layers written out if one of them is differentiated,
+    and else by torch's kernels (`recording.equivalence`).
     """
 
     net: CompiledModule
     forwards: Sequence[ObservedForward]
     multiply_jacobian: JacobianProducts
-    loss_scale: float
+    loss_scale: float  # the factor of the loss in the user's backward, as that of a GradScaler
     ggn: bool
-    replicas: Replicas
+    replicas: Replicas  # the processes that have parts of the batch, which may be of different sizes
     devices: tuple[torch.device, ...]
-    start: RandomState | None
-    alone: bool = True
-    share: float = 1.0
-    differentiated: bool = True
+    start: RandomState | None  # the random streams before the first forward, so that noise is the same at all points
+    alone: bool = True  # there was no other forward since the last step
+    share: float = 1.0  # the part of the examples that `forwards` hold; see `part_of_batch`
+    differentiated: bool = True  # values are differentiated, and not only compared
 
     @property
     def observed(self) -> bool:
@@ -673,16 +659,11 @@ class SolvedGradients:
     Let J be the derivative of the inputs z of all losses with respect to the leaves, so that a gradient g at z is Jᵀ g
     at the leaves. Differences from data, weights of cases, slices and other orders make every number of the leaves a
     part of at most one number of z. Then J Jᵀ is a diagonal D, and g = D⁻¹ J Jᵀ g.
-
-    Attributes:
-        gradients: by the place of a loss, of the shape of its inputs; zero where these depend on no leaf.
-        known: by the place of a loss, whether J Jᵀ is diagonal in its rows, 0-dim.
-        explained: of each leaf, where its gradient is Jᵀ g up to rounding.
     """
 
-    gradients: dict[int, Tensor]
-    known: dict[int, Tensor]
-    explained: list[Tensor]
+    gradients: dict[int, Tensor]  # by the place of a loss, of the shape of its inputs; zero where these have no leaf
+    known: dict[int, Tensor]  # by the place of a loss, whether J Jᵀ is diagonal in its rows, 0-dim
+    explained: list[Tensor]  # of each leaf, where its gradient is Jᵀ g up to rounding
 
     @staticmethod
     @torch.enable_grad()

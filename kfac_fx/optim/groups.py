@@ -577,24 +577,16 @@ def weights_of(division: VectorDivision, flat: Flat, like: Tensor) -> Tensor | N
 
 @dataclass
 class Vectors:
-    """The first stage: parameters and gradients as vectors.
+    """The first stage: parameters and gradients as vectors."""
 
-    Attributes:
-        names: of all parameters of the net.
-        registered: the names of the parameters in Fisher blocks.
-        scalar: a zero with the dtype and the device of all scalars.
-        shards: None if every process has whole parameters.
-        grouped: None to read the parameter groups anew.
-    """
-
-    names: dict[nn.Parameter, str]
-    registered: frozenset[str]
-    scalar: Tensor
-    new_state: Callable[[Tensor], Tensors]
+    names: dict[nn.Parameter, str]  # of all parameters of the net
+    registered: frozenset[str]  # the names of the parameters in Fisher blocks
+    scalar: Tensor  # a zero with the dtype and the device of all scalars
+    new_state: NewState
     estimator: FisherEstimator
     replicas: Replicas
-    shards: Shards | None
-    grouped: GroupedParameters | None = None
+    shards: Shards | None  # None if every process has whole parameters
+    grouped: GroupedParameters | None = None  # None to read the parameter groups anew
 
     def __post_init__(self) -> None:
         self._division: VectorDivision = UNDIVIDED

@@ -121,22 +121,15 @@ class KernelOrPlain:
 
 @dataclass
 class PaddedGroup:
-    """The buffers of a group of blocks.
-
-    Attributes:
-        bases: of the dense sides.
-        apart: the gradients of weights [L, g, O, I'] and of biases [L, g, O, 1]; None where they are `rows`.
-        views: the parts of the gradients by parameter; None if the layout of a parameter has no views.
-        seen: the versions of the extras that `bases` are copies of.
-    """
+    """The buffers of a group of blocks."""
 
     group: BlockGroup
     rows: Tensor
     directions: Tensor
-    bases: list[Tensor]
-    apart: tuple[Tensor, Tensor] | None = None
-    views: Tensors | None = None
-    seen: tuple[int, ...] = ()
+    bases: list[Tensor]  # of the dense sides
+    apart: tuple[Tensor, Tensor] | None = None  # gradients of weights and biases, see `by_name`; None: they are `rows`
+    views: Tensors | None = None  # of the gradients by parameter; None if the layout of a parameter has no views
+    seen: tuple[int, ...] = ()  # the versions of the extras that `bases` are copies of
 
     @staticmethod
     def of(group: BlockGroup, dtype: torch.dtype) -> PaddedGroup:
@@ -251,34 +244,22 @@ class PaddedGroup:
 
 @dataclass
 class PaddedStep:
-    """The steps of the blocks that have factors.
+    """The steps of the blocks that have factors. The 0-dim tensors are written in place."""
 
-    Attributes:
-        means: those of the groups.
-        names: of the parameters in the blocks.
-        accept: whether the step's gradient is taken, and then whether the step is made; 0-dim, written in place.
-        length: the factor of the updates, 0-dim, written in place; zero before the first.
-        squared: the sum of the squares of the last move, up to the factor `length`, 0-dim, written in place.
-        decay: β₂.
-        exponent: w.
-        packed: whose gradients the buffers have.
-        moved: by name, the last move up to a factor, where it is no multiple of the directions; otherwise None.
-    """
-
-    means: Means
+    means: Means  # of the groups
     groups: list[PaddedGroup]
     registrations: list[Registration]
-    names: frozenset[str]
-    accept: Tensor
-    length: Tensor
-    squared: Tensor
-    decay: float
-    exponent: float
+    names: frozenset[str]  # of the parameters in the blocks
+    accept: Tensor  # whether the step's gradient is taken, and then whether the step is made
+    length: Tensor  # the factor of the updates; zero before the first
+    squared: Tensor  # the sum of the squares of the last move, up to `length`
+    decay: float  # β₂
+    exponent: float  # w
     region: KernelOrPlain
     scale: KernelOrPlain
     graph: CudaGraph = field(default_factory=CudaGraph)
-    packed: FlatParameters | None = None
-    moved: Tensors | None = None
+    packed: FlatParameters | None = None  # whose gradients the buffers have
+    moved: Tensors | None = None  # by name, the last move up to a factor, if it is no multiple of the directions
 
     @staticmethod
     def of(means: Means, scalar: Tensor, decay: float, exponent: float, dtype: torch.dtype) -> PaddedStep:

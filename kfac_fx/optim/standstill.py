@@ -176,40 +176,23 @@ TOLD = {
 
 @dataclass
 class StandstillWatch:
-    """The looks at an optimizer, and what they have told.
+    """The looks at an optimizer, and what they have told."""
 
-    Attributes:
-        tried: the number of steps with a gradient.
-        looked: the step of the last look.
-        failed, undone: the numbers of the last look that was read.
-        still: the steps of the looks in a row, up to this one, in which nothing moved.
-        before: entries of the parameters before the present step, if it is looked at, and their places.
-        sizes: |g| and |θ| before the present step, if it is looked at, [2].
-        first: those of the first look with finite ones that are not zero.
-        unread: looks by the steps before and after, with the causes that they tell apart.
-        told: the kinds of warnings that were given.
-        trained: whether a look has seen a parameter move; gradients of zero are those of a minimum then.
-        idle: the number of steps that were skipped because all gradients were zero, and are no failures.
-        without_gradient: the number of steps in a row, up to the last one, in which no parameter had a gradient.
-        slope: <g, Δ> of the present step, 0-dim, if it is looked at and the rule is a user's.
-        uphill: the steps of the looks in a row, up to this one, in which it was negative.
-    """
-
-    tried: int = 0
-    looked: int = 0
-    failed: int = 0
+    tried: int = 0  # the number of steps with a gradient
+    looked: int = 0  # the step of the last look
+    failed: int = 0  # of the last look that was read, as `undone`
     undone: int = 0
-    still: list[int] = field(default_factory=list)
-    before: list[tuple[Tensor, Tensor, Tensor]] | None = None
-    sizes: Tensor | None = None
-    first: Tensor | None = None
-    unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
-    without_gradient: int = 0
-    idle: Tensor | int = 0
-    trained: bool = False
-    slope: Tensor | None = None
-    uphill: list[int] = field(default_factory=list)
+    still: list[int] = field(default_factory=list)  # the steps of the last looks in a row that saw nothing move
+    before: list[tuple[Tensor, Tensor, Tensor]] | None = None  # parameters, places and entries before a step to look at
+    sizes: Tensor | None = None  # |g| and |θ| before it, [2]
+    first: Tensor | None = None  # those of the first look with finite ones that are not zero
+    unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)  # from step to step, with causes
+    told: set[str] = field(default_factory=set)  # the kinds of warnings that were given
+    without_gradient: int = 0  # the number of steps in a row, up to the last one, in which no parameter had a gradient
+    idle: Tensor | int = 0  # the steps that were skipped because all gradients were zero, and are no failures
+    trained: bool = False  # a look has seen a parameter move; gradients of zero are those of a minimum then
+    slope: Tensor | None = None  # <g, Δ> of the present step, 0-dim, if it is looked at and the rule is a user's
+    uphill: list[int] = field(default_factory=list)  # the steps of the last looks in a row in which it was negative
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a step; parameters: with a gradient."""
