@@ -42,7 +42,7 @@ from torch.distributed.algorithms.join import JoinHook
 from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
 from kfac_fx.compiled.loss_scale import LossScaleWarning, Watched, check_scale, watch, watch_unnamed
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
-from kfac_fx.linalg.arguments import number, wrong_value
+from kfac_fx.linalg.arguments import number, wrong_kind, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.losses.declared import place_of_tensor
@@ -926,11 +926,10 @@ def checked(loss: Tensor | float | None) -> Tensor | float:
     return loss
 
 
-def refuse_no_closure(takes: str, given: object) -> None:
+def refuse_no_closure(call: str, takes: str, given: object) -> None:
     """Raises TypeError for an argument of a step that is not called. takes: what it is."""
     if given is not None and not callable(given):
-        text = f"{takes}, and got a {type(given).__name__}: write step(loss=loss) for a loss, and step() for none"
-        raise TypeError(text)
+        raise wrong_kind(call, takes, given, "step(loss=loss) for a loss, and step() for none")
 
 
 def refuse_other_losses(loss: Any) -> None:

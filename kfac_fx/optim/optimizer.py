@@ -418,9 +418,9 @@ class KFAC(Optimizer, Joinable):
                 gradients.
             FactorNotReady: no batch was ever recorded.
         """
-        refuse_no_closure("step takes a closure by position", closure)
-        refuse_no_closure("step(evaluate=...) takes a closure that returns a loss", evaluate)
-        refuse_no_closure("step(previous=...) takes a closure that returns a loss", previous)
+        refuse_no_closure("step", "a closure by position", closure)
+        refuse_no_closure("step(evaluate=...)", "a closure that returns a loss", evaluate)
+        refuse_no_closure("step(previous=...)", "a closure that returns a loss", previous)
         refuse_inference_mode("a step is taken")
         refuse_other_losses(loss)
         for group in self.param_groups:

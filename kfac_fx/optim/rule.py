@@ -609,13 +609,9 @@ class Rule:
     @cached_property
     def is_whole(self) -> bool:
         """Whether `whole_step` takes the steps of this class: no subclass of the class that has it makes other ones."""
-        stages = {"direction", "move", "measured_move"}
-        for kind in type(self).__mro__:
-            if "whole_step" in vars(kind):
-                return True
-            if not stages.isdisjoint(vars(kind)):
-                return False
-        return True
+        stages = {"whole_step", "direction", "move", "measured_move"}
+        last = next(kind for kind in type(self).__mro__ if not stages.isdisjoint(vars(kind)))
+        return "whole_step" in vars(last)
 
     def whole_step(self, step: BlockStep) -> tuple[Tensor, Tensor | None] | None:
         """A step without a check as one program: (whether it was made, κ); None to take it in stages."""
@@ -671,13 +667,16 @@ class Rule:
         return made
 
     def update(self, step: BlockStep) -> Update:
-        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps, for
-        those of an own `new_state` that are left out, and for other shapes than those of `step.g` and `step.state`."""
-        name = type(self).__name__
-        if not type(self).__module__.startswith("kfac_fx."):
-            measures = self.checked or self.is_exact or self.damping_rule is not None
-            of_rule = {key: of for key, of in step.scalars.items() if measures or key not in MEASURED}
-            step.own, step.scalars = self, Known(of_rule, f"{name}.scalars")
+        """The update of `direction`. That of a user's class is checked.
+
+        Raises TypeError if it is none, and ValueError for names that nothing keeps, for those of an own `new_state`
+        that are left out, and for other shapes than those of `step.g` and `step.state`.
+        """
+        if type(self).__module__.startswith("kfac_fx."):
+            return self.direction(step)
+        name, measures = type(self).__name__, self.checked or self.is_exact or self.damping_rule is not None
+        of_rule = {key: of for key, of in step.scalars.items() if measures or key not in MEASURED}
+        step.own, step.scalars = self, Known(of_rule, f"{name}.scalars")
         g, state = step.g, step.state
         update = self.direction(step)
         if not isinstance(update, Update):
