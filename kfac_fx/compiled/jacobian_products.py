@@ -53,26 +53,14 @@ def fisher_inner_products(
     All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, reverse
     mode is used twice: Jᵀu is linear in u, and its derivative in direction d is J d.
     """
-    names = list(vectors[0])
-    constant = {
-        name: in_place_of(value, shard(value.detach())) for name, value in parameters.items() if name not in vectors[0]
-    }
-    point = tuple(shard(parameters[name].detach()) for name in names)
     pairs: LossTerms = []
 
-    def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
+    def inputs_of_losses(at: Tensors) -> tuple[Tensor, ...]:
         nonlocal pairs
-        here = {name: in_place_of(parameters[name], value) for name, value in zip(names, values, strict=True)}
-        pairs = losses({**constant, **here})
+        pairs = losses(at)
         return tuple(loss.inputs for _, loss in pairs)
 
-    # Parameters may be half precision; a direction is converted to what the model computes with.
-    stacked = tuple(
-        torch.stack([vector[name] for vector in vectors]).to(value.dtype)
-        for name, value in zip(names, point, strict=True)
-    )
-    multiply_jacobian = multiply_jacobian or JacobianProducts()
-    inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
+    inputs, tangents = (multiply_jacobian or JacobianProducts()).along(inputs_of_losses, parameters, vectors)
     # They were built on tensors of the differentiation, which is over.
     here = [(weight, loss.at(at)) for (weight, loss), at in zip(pairs, inputs, strict=True)]
     return products_of_tangents(here, tangents, ggn)
@@ -158,6 +146,35 @@ class JacobianProducts:
             "the exact quadratic model runs in reverse mode twice, a multiple of the time and memory of forward mode: "
             f"{self.reason}"
         ]
+
+    def along(
+        self,
+        function: Callable[[Tensors], tuple[Tensor, ...]],
+        parameters: Mapping[str, Tensor],
+        vectors: Sequence[Mapping[str, Tensor]],
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The values of a function of parameters by name, and its derivatives along k vectors, [k, ...] each.
+
+        vectors: directions by parameter name, all with the same names. The other parameters are constants.
+        """
+        names = list(vectors[0])
+        point = tuple(shard(parameters[name].detach()) for name in names)
+        constant = {
+            name: in_place_of(value, shard(value.detach()))
+            for name, value in parameters.items()
+            if name not in vectors[0]
+        }
+
+        def at(*values: Tensor) -> tuple[Tensor, ...]:
+            here = {name: in_place_of(parameters[name], value) for name, value in zip(names, values, strict=True)}
+            return function({**constant, **here})
+
+        # Parameters may be half precision; a direction is converted to what the model computes with.
+        stacked = tuple(
+            torch.stack([vector[name] for vector in vectors]).to(value.dtype)
+            for name, value in zip(names, point, strict=True)
+        )
+        return self(at, point, stacked)
 
     def __call__(
         self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]

@@ -48,7 +48,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
 from kfac_fx.compiled.loss_scale import hooked_leaves, losses_apart, take_gradient
 from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
-from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
+from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
@@ -515,10 +515,6 @@ class BatchLoss:
     def along(self, parameters: NamedTensors, direction: NamedTensors) -> tuple[Tensor, Tensor, list[Values]]:
         """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs, [] each; the values at
         `parameters`)."""
-        names = list(direction)
-        others = {name: in_place_of(value, shard(value)) for name, value in parameters.items() if name not in direction}
-        point = tuple(shard(parameters[name]) for name in names)
-        tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
         results: list[tuple[Tensor, Tensor, int | Tensor]] = []
         here: list[Values] = []
         with self.same_noise():
@@ -526,13 +522,12 @@ class BatchLoss:
                 found: list[Values] = []
 
                 def inputs_of_losses(
-                    *values: Tensor, forward: ObservedForward = forward, found: list[Values] = found
+                    at: Tensors, forward: ObservedForward = forward, found: list[Values] = found
                 ) -> tuple[Tensor, ...]:
-                    here = {n: in_place_of(parameters[n], value) for n, value in zip(names, values, strict=True)}
-                    found[:] = [self.values(forward, {**others, **here})]
+                    found[:] = [self.values(forward, at)]
                     return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves, *found[0].fisher)
 
-                primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)
+                primals, pushed = self.multiply_jacobian.along(inputs_of_losses, parameters, [direction])
                 number = len(found[0].losses) + len(found[0].leaves)
                 results.append(self.products(forward, found[0], primals, [product[0] for product in pushed[:number]]))
                 losses = [(weight, loss.at(at)) for (weight, loss), at in zip(found[0].losses, primals, strict=False)]
