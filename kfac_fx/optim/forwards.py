@@ -186,12 +186,18 @@ class MicroBatch:
     sums: PendingBatch | None = None  # the statistics of a pass of its own, until they are added to others
     pending: PendingMoments | None = None  # statistics that wait for the user's backward
     start: RandomState | None = None  # the random streams before the forward
+    recorder: Recorder | None = None  # from before the forward, where its outputs are watched
+    recorded: list[Tensor] | None = None  # outputs of the recording, until those of the model's own forward
     watched: Watched | None = None  # the gradients of the outputs, until the first step
     observed: ObservedForward | None = None  # if a check measures the loss
 
     @property
     def trained(self) -> bool:
         return self.backward.came or (self.pending is not None and self.pending.filled)
+
+    def keep(self, outputs: list[Any]) -> None:
+        """Keep the outputs of the recording."""
+        self.recorded = sampled_elements(outputs)
 
     @property
     def is_over(self) -> bool:
@@ -493,8 +499,6 @@ class Forwards:
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     came: bool = False  # a step took forwards whose backward came
     elsewhere: int = 0  # the number of steps whose gradients came without such a backward
-    recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
-    recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
     thread: int = 0  # of the last forward, and of its backward
     has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
@@ -556,13 +560,13 @@ class Forwards:
         # Now, because the model's own forward may change what a capture depends on; and before the statistics, because
         # another path may bring new blocks.
         if schedule.checking or not self.checked:
-            self.recorder = self.net.recorder(args, kwargs)
+            batch.recorder = self.net.recorder(args, kwargs)
         only = None if schedule.recording else self.estimator.unrecorded()
         if only:  # on another path they may have no uses
             only &= self.net.recorder(args, kwargs).used
         recording = only is None or bool(only)
         beside = recording and not self.estimator.records_in_training and options.fraction == 1.0
-        beside, self.recorded = beside and self.net.repeats_recordings, None
+        beside = beside and self.net.repeats_recordings
         if (recording or options.rule.is_exact) and self.estimator.outputs.due() and not beside:
             self.estimator.outputs.add(self.net.differs(args, kwargs))
         outputs = self.record(batch, args, kwargs, only, beside) if recording else None
@@ -617,7 +621,7 @@ class Forwards:
                 targets=None,
                 fraction=fraction,
                 generator=generator,
-                on_outputs=self.keep if beside else None,
+                on_outputs=batch.keep if beside else None,
                 on_sum=early,
             )
         batch.sums = PendingBatch()
@@ -631,36 +635,33 @@ class Forwards:
             return self.generator
         return replicas.stream(self.generator, schedule.burned_in, schedule.counter, self.seen.forwards)
 
-    def keep(self, outputs: list[Any]) -> None:
-        self.recorded = sampled_elements(outputs)
-
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
         gradients that the user's backward sends into them."""
         if self.unnamed:
             self.unnamed = False
             warn_user(UserWarning(WITHOUT_LOSS.format(place_of_tensor(outputs))))
-        if self.recorded is not None and not self.paused:
-            rounding = self.net.rounding(args, kwargs)
-            self.estimator.outputs.add(differ(self.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
-            self.recorded = None
         batch, self.batch = self.batch, None
         if self.paused or batch is None:
             return
+        if batch.recorded is not None:
+            rounding = self.net.rounding(args, kwargs)
+            self.estimator.outputs.add(differ(batch.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
+            batch.recorded = None
         batch.backward.wait_at(outputs)
-        if self.recorder is None:
+        if (recorder := batch.recorder) is None:
             return
         if self.schedule.checking:
-            precision = CheckPrecision.of_call(self.recorder, args, kwargs)
-            batch.observed = ObservedForward.of(self.recorder, args, kwargs, outputs, precision)
+            precision = CheckPrecision.of_call(recorder, args, kwargs)
+            batch.observed = ObservedForward.of(recorder, args, kwargs, outputs, precision)
         if not self.checked and batch.start is not None:
             leaves = results.tree_leaves((args, kwargs))
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
             with own_saved_tensors():
-                if self.recorder.knows_loss or self.schedule.options.estimation_mode is not None:
-                    batch.watched = watch(self.recorder, args, kwargs, outputs, batch.start)
+                if recorder.knows_loss or self.schedule.options.estimation_mode is not None:
+                    batch.watched = watch(recorder, args, kwargs, outputs, batch.start)
                 else:
-                    batch.watched = watch_unnamed(self.recorder, outputs)
+                    batch.watched = watch_unnamed(recorder, outputs)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
@@ -710,7 +711,7 @@ class Forwards:
         """Ignore the forwards since the last step."""
         self.stepped, self.called = True, False
         self.seen = MicroBatches()
-        self.recorder = self.batch = None
+        self.batch = None
 
     # --- the closure that trains ------------------------------------------------------------------------------------
 

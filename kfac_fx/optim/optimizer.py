@@ -211,7 +211,7 @@ class KFAC(Optimizer, Joinable):
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
-        self._came_from: dict[int, int] = {}  # from a group that was split off to the group of the parameters in blocks
+        self._split_off: set[int] = set()  # the groups that were split off the group in front, of parameters in blocks
         self._with_default_lr: set[int] = set()  # the groups without an lr of their own
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
         self._maybe_outside: set[str] = set()  # trained, and in no block, but a forward may have used them
@@ -287,7 +287,7 @@ class KFAC(Optimizer, Joinable):
                 keep_first_lr(self.param_groups[-1])
         last = len(self.param_groups) - 1
         if len(parts) == 2:
-            self._came_from[last] = last - 1
+            self._split_off.add(last)
         elif "lr" not in param_group:
             self._with_default_lr.add(last)
         for parameter in members:
@@ -331,7 +331,7 @@ class KFAC(Optimizer, Joinable):
 
         found: those with a first gradient. looked: whether all forwards so far are known.
         """
-        of_kfac = {*self._came_from, *self._with_default_lr} if self.options.first_order is None else set()
+        of_kfac = self._split_off | self._with_default_lr if self.options.first_order is None else set()
         members = [p for place, group in enumerate(self.param_groups) if place in of_kfac for p in group["params"]]
         moved = {
             name
@@ -356,8 +356,8 @@ class KFAC(Optimizer, Joinable):
         found = [parameter for parameter in group["params"] if self.names[parameter] in self.registered]
         if not found:
             return
-        if place in self._came_from:
-            target = self.param_groups[self._came_from[place]]
+        if place in self._split_off:
+            target = self.param_groups[place - 1]
             group["params"] = [parameter for parameter in group["params"] if parameter not in set(found)]
             target["params"] = sorted([*target["params"], *found], key=self._given.__getitem__)
         else:
@@ -651,9 +651,8 @@ class KFAC(Optimizer, Joinable):
         of_steps = self._step_state.fallbacks(self._registrations)
         outside = fold(sorted(self.net.captures.reached & self._unregistered))
         reason = OUTSIDE.format(outside, self.options.first_order_rule.lr)
-        in_blocks = {name for registration in self._registrations for name in registration.owners}
-        names = self._step_state.vectors.names
-        left_out = fold(sorted(in_blocks.difference(names[p] for group in self.param_groups for p in group["params"])))
+        members = {self.names[parameter] for group in self.param_groups for parameter in group["params"]}
+        left_out = fold(sorted(self.registered - members))
         unmoved = f"{left_out}: in no parameter group of KFAC, which leaves such parameters as they are"
         return [*of_steps, *[reason] * bool(outside), *[unmoved] * bool(left_out)]
 
