@@ -140,12 +140,6 @@ class StepIntervals(NamedTuple):
 
 
 ANY = 10**6
-# Every optimizer keeps something by these names, so no rule has other scalars of them.
-COMMON = frozenset([
-    "damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late", "options",
-    "first_recorded", "generator", "estimator.damping", "name", "momentum_type", "estimation_mode", "adapt_damping",
-    "cohorts", "intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near",
-])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,6 +212,12 @@ class Outcome:
 
 SCALARS = ("rho", "predicted_change", "loss_before")  # of every rule, next to its own
 MEASURED = (*SCALARS, "kappa")  # NaN where nothing measures them
+# Every optimizer keeps something by these names, so no rule has other scalars of them.
+COMMON = frozenset([
+    *MEASURED, *StepSize.__dataclass_fields__, "damping", "skipped", "withdrawn", "counter", "burned_in", "late",
+    "options", "outdated", "first_recorded", "generator", "estimator.damping", "name", "momentum_type",
+    "estimation_mode", "adapt_damping", "cohorts", "intervals", "overhead", "checks", "moved",
+])  # fmt: skip
 
 
 class Known(dict[str, Tensor]):

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rule import COMMON
 from kfac_fx.optim.rules import RULES
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
@@ -69,6 +70,20 @@ def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
 def without_options(opt: KFAC) -> dict[str, Any]:
     """The state without those of the constructor."""
     return {path: entry for path, entry in flat_state(opt.state_dict()).items() if not path.endswith("kfac/options")}
+
+
+LATE = {"adapt_damping": True, "update_damping_immediately": False}
+
+
+@pytest.mark.parametrize("options", [KINDS["eigen_moments"], LATE], ids=["eigen_moments", "regular"])
+def test_no_rule_may_have_a_scalar_of_a_name_that_every_state_has(options: dict[str, Any]) -> None:
+    """Its entry would be another one: the scalar would not be saved, or the state refused as one that is outdated."""
+    net, opt = made(**options)
+    kept = opt.state_dict()
+    train(net, opt, range(1))
+    entries = (name for state in (kept, opt.state_dict()) for values in state["state"].values() for name in values)
+    names = {name.split("/")[1] for name in entries if name.startswith("kfac/")}
+    assert "outdated" in names and names - opt.options.rule.scalars.keys() <= COMMON
 
 
 def test_all_state_is_tensors_of_parameters_on_their_device() -> None:
