@@ -414,8 +414,8 @@ class StandIn(JoinHook):
 
     def receive(self, source: int) -> None:
         """Take the gradients and the numbers of the groups of a process; those that have batches have the same."""
-        parameters, numbers = self.parameters(), [(group, key) for group in self.groups for key in OF_GROUPS]
-        numbers = [(group, key) for group, key in numbers if key in group]
+        parameters = self.parameters()
+        numbers = [(group, key) for group in self.groups for key in OF_GROUPS if key in group]
         values = [float(parameter.grad is not None) for parameter in parameters]
         values += [float(group[key]) for group, key in numbers]
         sent = torch.tensor(values, dtype=torch.float64, device=parameters[0].device)
