@@ -156,6 +156,7 @@ def whole(state: StepState) -> Tensors:
         values |= {name: getattr(state.checks.size, name) for name in STEP_SIZE}
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
+        values |= {"soon": torch.tensor(schedule.soon)}
         values |= {MOVED.removeprefix(WHOLE): state.checks.newcomers.numbers(names, schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     keys, cohort_of = sorted(state.estimator.blocks), state.estimator.cohorts
@@ -229,7 +230,7 @@ def restore(
         schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = schedule.decay
         step, apart = values["checks"].tolist()
-        schedule.checked(step, apart, state.checks.size.calm)
+        schedule.checked(step, apart, state.checks.size.calm, int(values["soon"]))
     first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
     numbers = values[COHORTS.removeprefix(WHOLE)].tolist()
@@ -250,7 +251,7 @@ def restore(
 WHOLE_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
     **dict.fromkeys(("skipped", "withdrawn", "counter", "burned_in", "checks"), A_COUNT),
-    **dict.fromkeys(("first_recorded", "cohorts", "moved"), A_COUNT),
+    **dict.fromkeys(("first_recorded", "cohorts", "moved", "soon"), A_COUNT),
     **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
     "loss_before": Values(nan=True),  # of a step that was not taken
     "norm": Values(least=0, infinite=True),  # before the first check
@@ -261,12 +262,13 @@ WHOLE_VALUES: Mapping[str, Values] = {
 # In no older states: a training goes on with the first values.
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps", "withdrawn"),
-    *("promised", "trust", "advance", "agreement", "agreed", "unit"),
+    *("promised", "trust", "advance", "agreement", "agreed", "unit", "soon"),
     *exact_steps.EXACT_SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"
 COHORTS = f"{WHOLE}cohorts"  # of the blocks in the order of their keys; in no older states
 WITHDRAWN = f"{WHOLE}withdrawn"  # of the skipped steps, those that checks undid
+SOON = f"{WHOLE}soon"  # of the schedule
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
@@ -500,7 +502,8 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
         entry_of[MOVED] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
     if COHORTS not in entry_of and isinstance(first := entry_of.get(f"{WHOLE}first_recorded"), Tensor):
         entry_of[COHORTS] = (first > 0).to(first.dtype)
-    entry_of.setdefault(WITHDRAWN, torch.zeros((), dtype=torch.int64))
+    for name in (WITHDRAWN, *([SOON] if rule.checked else [])):
+        entry_of.setdefault(name, torch.zeros((), dtype=torch.int64))
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         entries.late.clear()  # they belong to a step whose loss is still to be measured
