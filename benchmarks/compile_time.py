@@ -7,6 +7,7 @@ torch.export, the passes, the emitted module, the comparison of graph and model,
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ Example = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def timm(name: str) -> Example:
-    load()  # torchvision, that timm imports
+    load()  # torchvision, that both libraries import
     import timm as library
 
     size = 224 if "vit" in name else 96
@@ -42,6 +43,7 @@ def timm(name: str) -> Example:
 
 def transformers(name: str, **config: Any) -> Example:
     """Small, but as deep as the original."""
+    load()
     import transformers as library
 
     settings = getattr(library, name.split("For")[0].replace("LMHeadModel", "") + "Config")(vocab_size=1000, **config)
@@ -74,6 +76,7 @@ def measure(name: str) -> dict[str, Any]:
     seconds: dict[str, float] = {}
 
     def timed(step: str, function: Callable[[], Any]) -> Any:
+        gc.collect()  # the garbage of the steps before it is none of its own
         start = time.process_time()
         result = function()
         seconds[step] = round(time.process_time() - start, 3)

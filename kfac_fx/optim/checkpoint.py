@@ -150,6 +150,7 @@ def whole(state: StepState) -> Tensors:
     if state.options.rule.checked:
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
+        values |= {"soon": torch.tensor(schedule.soon)}
         values |= {"moved": state.checks.newcomers.numbers(state.vectors.names.values(), schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     values |= {"first_recorded": torch.tensor([state.first_recorded.get(key, 0) for key in keys])}
@@ -206,7 +207,7 @@ def restore(state: StepState, groups: Sequence[Group], states: MutableMapping[An
         schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = schedule.decay
         step, apart = values["checks"].tolist()
-        schedule.checked(step, apart, state.checks.size.calm)
+        schedule.checked(step, apart, state.checks.size.calm, int(values["soon"]))
     first = zip(keys, values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
     state.estimator.set_cohorts(dict(zip(keys, values["cohorts"].tolist(), strict=True)))
@@ -226,7 +227,7 @@ def restore(state: StepState, groups: Sequence[Group], states: MutableMapping[An
 WHOLE_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
     **dict.fromkeys(("skipped", "withdrawn", "counter", "burned_in", "checks"), A_COUNT),
-    **dict.fromkeys(("first_recorded", "cohorts", "moved"), A_COUNT),
+    **dict.fromkeys(("first_recorded", "cohorts", "moved", "soon"), A_COUNT),
     **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
     "loss_before": Values(nan=True),  # of a step that was not taken
     "norm": Values(least=0, infinite=True),  # before the first check
@@ -237,7 +238,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
 # In no older states: a training goes on with the first values.
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps", "withdrawn"),
-    *("promised", "trust", "advance", "agreement", "agreed", "unit"),
+    *("promised", "trust", "advance", "agreement", "agreed", "unit", "soon"),
     *exact_steps.EXACT_SCALARS,
 )
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
@@ -461,7 +462,8 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
         entry_of["moved"] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
     if "cohorts" not in entry_of and isinstance(first := entry_of.get("first_recorded"), Tensor):
         entry_of["cohorts"] = (first > 0).to(first.dtype)
-    entry_of.setdefault("withdrawn", torch.zeros((), dtype=torch.int64))
+    for name in ("withdrawn", *["soon"] * rule.checked):
+        entry_of.setdefault(name, torch.zeros((), dtype=torch.int64))
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         for device in streams_in(entry_of):  # they belong to a step whose loss is still to be measured

@@ -216,7 +216,7 @@ MEASURED = (*SCALARS, "kappa")  # NaN where nothing measures them
 COMMON = frozenset([
     *MEASURED, *StepSize.__dataclass_fields__, "damping", "skipped", "withdrawn", "counter", "burned_in", "late",
     "options", "outdated", "first_recorded", "generator", "estimator.damping", "name", "momentum_type",
-    "estimation_mode", "adapt_damping", "cohorts", "intervals", "overhead", "checks", "moved",
+    "estimation_mode", "adapt_damping", "cohorts", "intervals", "overhead", "checks", "moved", "soon",
 ])  # fmt: skip
 
 

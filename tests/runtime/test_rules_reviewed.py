@@ -67,7 +67,8 @@ def test_a_state_without_a_multiplier_is_no_first_check() -> None:
     train(optimizer, net, x, y, 3)
     state = optimizer.state_dict()
     for values in state["state"].values():
-        values.pop("last_update", None)
+        for name in ("last_update", "kfac/soon"):
+            values.pop(name, None)
         for name in ("multiplier", "peak_lr", "promised", "trust", "advance", "agreement", "agreed", "unit"):
             values.pop(f"kfac/{name}", None)
         if "kfac/norm" in values:

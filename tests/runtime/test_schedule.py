@@ -49,6 +49,28 @@ def test_a_long_first_interval_has_early_checks() -> None:
     assert [*checks(given, 100)] == [0, 1, 2, 5, 10, 20, 30, 60, 90]
 
 
+@pytest.mark.parametrize("every", [4, 10])
+@pytest.mark.parametrize("saved", [25, 26, 28])
+def test_checks_follow_closely_where_those_of_consecutive_steps_end(every: int, saved: int) -> None:
+    options = options_of(compile(nn.Linear(3, 2), loss="categorical"))
+    schedule = Schedule(options)
+    schedule.intervals = schedule.intervals._replace(checks=every)
+    schedule.last_check, schedule.intervals_apart = 19, 0
+    schedule.counter, checked = 20, []
+    for step in range(20, 70):
+        if schedule.checking:
+            checked.append(step)
+        schedule.advance(torch.tensor(True) if schedule.checking else None, check_next=20 <= step < 23)
+        if step == saved:
+            restored = Schedule(options, schedule.counter)
+            restored.intervals = schedule.intervals
+            restored.checked(schedule.last_check, schedule.intervals_apart, torch.tensor(True), schedule.soon)
+            schedule = restored
+    # Steps 20 to 23 have checks because each asked for the next one.
+    expected = {10: [20, 21, 22, 23, 25, 28, 30, 40, 60], 4: [20, 21, 22, 23, 25, 28, 40, 56]}
+    assert checked == expected[every]
+
+
 @pytest.mark.parametrize(
     "options", [{"momentum_type": "adaptive"}, {"damping_adaptation_interval": 5}, {"overhead": 100.0}], ids=str
 )
