@@ -467,6 +467,12 @@ def has_cases(node: fx.Node, sizes: Collection[str] | None) -> bool:
     return any(size and re.search(rf"\b({names})\b", size) for size in symbolic_sizes(node))
 
 
+def has_other_rows(program: Program) -> bool:
+    """Whether no output has rows of the inputs, as where a row is a graph of many nodes."""
+    known = program.cases is not None and bool(program.outputs)
+    return known and not any(has_cases(node, sizes_of_cases(program)) for node in program.outputs)
+
+
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}
 
 

@@ -54,6 +54,7 @@ from kfac_fx.passes.graphs.labels import (
 )
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
+from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder
@@ -275,6 +276,10 @@ NO_KNOWN_LOSS = (
     "with an lr of 0.001: name its loss with compile(..., loss=lambda outputs: [...]), or write "
     'KFAC(net, first_order={"lr": 0.01}) for another lr'
 )
+OF_OUTPUTS = (
+    "counted by the rows of the outputs, which are not those of an input, as where a row is a graph of many nodes or a "
+    "position that a mask selects: scores and true targets need compile(..., examples=...)"
+)
 NEGATIVE = (
     "{} has a negative weight in the loss that forward returns, and the Fisher has the absolute value of the weight"
 )
@@ -418,6 +423,8 @@ class Report:
     def cases(self) -> list[str]:
         """The dimension that counts the cases, and why, where there is a choice."""
         program = self.program
+        if has_other_rows(program) and not program.submodules:
+            return [OF_OUTPUTS]
         for node in program.inputs if program.cases_reason else ():
             if program.cases in (sizes := symbolic_sizes(node)):
                 return [f"counted by dimension {sizes.index(program.cases)} of {node.target}: {program.cases_reason}"]
