@@ -292,7 +292,8 @@ OTHER_ROWS = (
     "its rows are not those of an input, as where a row is a graph of many nodes or a position that a mask selects"
 )
 POOLED = "several of its rows meet in one row of the outputs, as the nodes of a graph do"
-CASES_APART: Needs = {"batch": "its gradient is summed over cases at its output", "cases": "{why}"}
+SUMMED = "its gradient is summed over cases at its output"
+CASES_APART: Needs = {"batch": SUMMED, "cases": "{why}"}
 PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
 TIME: Needs = {
     "equal towers": "its towers have {numbers} uses",

@@ -43,6 +43,7 @@ from .approximations import (
     MERGED,
     OTHER_ROWS,
     POOLED,
+    SUMMED,
     UNTIED,
     Approximation,
 )
@@ -688,11 +689,11 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
 def without_rows(program: Program, registration: Registration) -> str | None:
     """Why it is right as a generic parameter alone; None if its rows may be taken.
 
-    Its uses have other numbers of rows than there are cases, so its rows tell no gradients of cases. And it is asked to
-    be diagonal or full; or its layer's block is made of gradients of cases, and it is one number, or a case has several
-    uses of it. No independence of rows is near then.
+    Its uses have other rows than those of cases, so its rows tell no gradients of cases. And it is asked to be diagonal
+    or full; or its layer's block is made of gradients of cases, and it is one number, or a case has several uses of it.
+    No independence of rows is near then.
     """
-    why = next((why for why in (UNTIED, OTHER_ROWS, POOLED) if why in (registration.reason or "")), None)
+    why = next((why for why in (SUMMED, UNTIED, OTHER_ROWS, POOLED) if why in (registration.reason or "")), None)
     if why is None or registration.matrix is None:
         return None
     asked = requested(program, registration.parameters, registration.layer)
@@ -701,7 +702,7 @@ def without_rows(program: Program, registration: Registration) -> str | None:
     )
     batches = {size for use in registration.uses for size in sizes_of(use.output)[:1]}
     several = len(registration.uses) > len(batches) > 0  # none where no sizes are known
-    dependent = by_case and (several or prod(registration.matrix.shape) == 1)
+    dependent = by_case and why != SUMMED and (several or prod(registration.matrix.shape) == 1)
     return WITHOUT_ROWS.format(why) if asked & {FULL.name, DIAGONAL.name} or (not asked and dependent) else None
 
 
