@@ -46,7 +46,7 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.check import refuse_unmatched, unmatched
 from kfac_fx.passes.divide import Division as DividedModel
-from kfac_fx.passes.divide import divide
+from kfac_fx.passes.divide import divide, refuse_no_inputs
 from kfac_fx.passes.errors import (
     PUBLIC,
     AmbiguousRegistrationError,
@@ -255,6 +255,11 @@ AUTOCAST = (
     "calls under autocast and calls without it, or with another dtype, were captured one by one, which takes time: "
     "compile with example inputs inside of the torch.autocast of the training"
 )
+NO_TENSORS = (
+    "the forward of {} takes no tensors, so it has no graph of its own: losses that it computes are not known, and "
+    "parameters behind derivatives have diagonal blocks. Pass what it draws or holds, such as points, to forward as "
+    "arguments"
+)
 WAYS_OF_USE = "calls use it in ways that no block of a layer is right for: "
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
@@ -315,6 +320,7 @@ class Capturing:
             traced = trace_model(
                 self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
             )
+            refuse_no_inputs(traced)
             phase("registrations")
             parts = self.around_autocast(traced.program, args, kwargs)
             if parts is not None and not generic_parameters(parts):
@@ -331,7 +337,10 @@ class Capturing:
         except UntraceableError as error:
             if self.by_hand:
                 raise
-            return self.divided(args, kwargs, error)
+            recorder = self.divided(args, kwargs, error)
+            if first and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                warn_user(UserWarning(NO_TENSORS.format(class_of(self.model).__name__)))
+            return recorder
 
     def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
@@ -565,6 +574,7 @@ class CaptureCache:
         try:
             with CAPTURING:
                 traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
+            refuse_no_inputs(traced)
         except UntraceableError as error:
             self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
             return
