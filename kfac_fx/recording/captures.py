@@ -338,7 +338,7 @@ class Capturing:
             if self.by_hand:
                 raise
             recorder = self.divided(args, kwargs, error)
-            if first and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            if first and all(isinstance(leaf, (int, float, str)) for leaf in pytree.tree_leaves((args, kwargs))):
                 warn_user(UserWarning(NO_TENSORS.format(class_of(self.model).__name__)))
             return recorder
 
