@@ -245,6 +245,11 @@ SETTING = (
     "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
 )
+OBJECT = (
+    "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
+    "compile a module that has no such attribute and computes the outputs, as kfac_fx.compile(self.model, ..., "
+    "in_place=True) does inside of a module that a trainer writes it to"
+)
 CAPTURED_SIZES = (
     "inputs of {count} sizes were captured, and every capture is a pause of the training: forward has derivatives or "
     "other parts that are captured for one size, so each size that a recording or a check meets first is captured "
@@ -812,7 +817,8 @@ class CaptureCache:
             values: list[Any] = []
             for settings in every:
                 values += [settings[name]] if name in settings and settings[name] not in values else []
-            self.tell_many(SETTING, name, len(values))
+            numbers = all(type(value) is tuple and value[0] in (bool, int, float) for value in values)
+            self.tell_many(SETTING if numbers else OBJECT, name, len(values))
 
     def tell_many(self, text: str, name: str, count: int) -> None:
         """Log once that so many values made a capture each."""

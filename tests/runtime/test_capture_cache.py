@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -118,6 +118,25 @@ def test_an_attribute_that_changes_and_makes_captures_is_told(monkeypatch: pytes
     )
     assert said == [text.format(3)]
     assert net.report.to_dict()["fallbacks"] == [text.format(4)]
+
+
+def test_an_object_that_a_trainer_writes_and_that_makes_captures_is_told_with_a_module_to_compile() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self._trainer = nn.Linear(4, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, getattr(self, "he" + "ad")(x))  # so that any attribute may be read
+
+    x, model = torch.randn(6, 4), Trained()
+    net = net_of(model, x)
+    for _ in range(3):
+        model._trainer = object()  # type: ignore[assignment]
+        net.record((x,), {})
+    (told,) = net.report.to_dict()["fallbacks"]
+    assert told.startswith("_trainer, which forward may read, has had 4 values")
+    assert "compile a module that has no such attribute and computes the outputs, as kfac_fx.compile(self.model" in told
 
 
 @pytest.mark.parametrize(
