@@ -1973,7 +1973,7 @@ def test_a_function_of_a_loss_is_not_told_as_a_multiple(function: Callable[[Tens
         optimizer.step()
     assert re.match(
         r"the gradient of the trained loss is [\d.]+ times that of the mean of the registered Categorical loss over "
-        r"its 8 cases in this step, as forward returns a function of that loss, such as its root or its logarithm: let it "
-        r"return the loss itself\.",
+        r"its 8 cases in this step, as forward returns a function of that loss, such as its root or its logarithm: let "
+        r"it return the loss itself\.",
         str(told[0].message),
     )
