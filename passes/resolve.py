@@ -50,7 +50,19 @@ from .approximations import (
 from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, nearest, source_line, table, where
 from .graphs.labels import Edge, ancestors, entries, labels_of, sizes_of, symbolic_sizes
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
-from .ir import GENERIC, ROW_MASK, UNROLLED, WANTED, Note, Program, Registration, Use, literal_attrs, tensor_attrs
+from .ir import (
+    CONTAINED,
+    GENERIC,
+    ROW_MASK,
+    UNROLLED,
+    WANTED,
+    Note,
+    Program,
+    Registration,
+    Use,
+    literal_attrs,
+    tensor_attrs,
+)
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .parametrization import Complex, ComplexOutputs, Transposed, same_elements
@@ -504,7 +516,7 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
                 continue
         if larger:
             container = "a larger match of this layer" if str(use) == str(larger[0]) else str(larger[0])
-            notes.append(Note(str(use), f"contained in {container}, which is kept"))
+            notes.append(Note(str(use), CONTAINED.format(container)))
         else:
             remaining.append(use)
     return remaining

@@ -82,7 +82,8 @@ IF_PADDING = (
 )
 IF_MASKED = (
     "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "
-    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True). Else"
+    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True), with "
+    "value=False if the last position of the longest sequences has no target either. Else"
 )
 HOW_TO_LEAVE_OUT = (
     "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "

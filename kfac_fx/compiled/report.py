@@ -53,7 +53,7 @@ from kfac_fx.passes.graphs.labels import (
     without_loss,
 )
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
-from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
+from kfac_fx.passes.ir import CONTAINED, ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.captures import CompileArguments
@@ -340,8 +340,10 @@ class Report:
 
     @property
     def dropped(self) -> tuple[Note, ...]:
-        """The matches that are not registered, with the reason."""
-        return tuple(dict.fromkeys(note for path in self.paths for note in path.dropped))
+        """The matches that are not registered, with the reason; without those that larger ones contain."""
+        usual = CONTAINED.partition("{}")[0]
+        notes = (note for path in self.paths for note in path.dropped if not note.reason.startswith(usual))
+        return tuple(dict.fromkeys(notes))
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -829,8 +831,9 @@ def fallbacks(
         if capture.division is not None:
             counted = "elements" if capture.division.of_elements else "cases"
             sentences.append(
-                f"the number by which forward divides its sum is read as that of {counted}, which may be those of "
-                "several micro-batches: return the sum and divide behind forward if it is another one"
+                f"forward divides its sum by a number that it is given, such as num_items_in_batch, which is read as "
+                f"that of {counted}, also of several micro-batches together, and nothing is wrong if it is. Return the "
+                "sum and divide behind forward if it is another number"
             )
         if capture.rows_reason is not None:
             sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")

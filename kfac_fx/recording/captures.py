@@ -674,10 +674,9 @@ class CaptureCache:
         if self.first is None:
             name = class_of(self.model).__name__
             raise UntraceableError(
-                f"{name} has no graph yet, and KFAC(net), FisherEstimator(net) and net.report read it: "
-                f"{how_to_give_examples(self.model)}.\n"
-                "Without example inputs the first training forward makes the graph, because torch.fx alone cannot "
-                f"trace all of {name}:\n{self.refusal}"
+                f"{name} has no graph yet: torch.fx alone cannot trace all of it, so the first training forward makes "
+                "the graph. KFAC(net), FisherEstimator(net) and net.report read it: call net once before them, or "
+                f"{how_to_give_examples(self.model)}.\n{self.refusal}"
             )
         return self.first.program
 
