@@ -288,7 +288,12 @@ EMBEDDING_KINDS = ("embedding", "embedding_multi")
 ALL_CASES = "needs the gradients of all cases"
 MERGED = "forward merges its cases with positions, as x.flatten(0, 1) does"
 UNTIED = "it is used on another input than that which counts the cases, and forward does not need as many of both"
-CASES_APART: Needs = {"batch": "its gradient is summed over cases at its output", "cases": "{why}"}
+OTHER_ROWS = (
+    "its rows are not those of an input, as where a row is a graph of many nodes or a position that a mask selects"
+)
+POOLED = "several of its rows meet in one row of the outputs, as the nodes of a graph do"
+SUMMED = "its gradient is summed over cases at its output"
+CASES_APART: Needs = {"batch": SUMMED, "cases": "{why}"}
 PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
 TIME: Needs = {
     "equal towers": "its towers have {numbers} uses",

@@ -320,11 +320,7 @@ class Divider:
             traced = under(call, partial(self.traced, path, module, call, several))
             if self.watched.written:
                 refuse_writes(path, module, call)
-            if not traced.program.inputs:
-                raise UntraceableError(
-                    "it takes no tensors, so nothing counts cases: pass what it draws or holds, such as points, as "
-                    "arguments"
-                )
+            refuse_no_inputs(traced)
             if of_parameters_alone(traced.program):
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
             if not self.options.loss_given and any(op_name(node) in EVERY_NAME for node in traced.program.graph.nodes):
@@ -364,6 +360,14 @@ def refuse_attributes(path: str, module: nn.Module, assigned: Collection[str]) -
     ]  # fmt: skip
     if state:
         raise UntraceableError(f"it sets {', '.join(state)}, which Python may read")
+
+
+def refuse_no_inputs(traced: Capture) -> None:
+    """Raises UntraceableError for a graph without inputs."""
+    if not traced.program.inputs:
+        raise UntraceableError(
+            "it takes no tensors, so nothing counts cases: pass what it draws or holds, such as points, as arguments"
+        )
 
 
 def refuse_writes(path: str, module: nn.Module, call: Call) -> None:

@@ -143,6 +143,7 @@ def literal_attrs(use: Use) -> dict[str, Any]:
 
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
+CONTAINED = "contained in {}, which is kept"  # the reason of a match that a larger one has, as is usual
 
 
 @dataclass(frozen=True)

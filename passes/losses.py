@@ -108,7 +108,8 @@ ValueOf = Callable[[fx.Node], Any]
 
 def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], named: fx.Node | None) -> list[fx.Node]:
     """The returned values that the losses are behind: the one that is named "loss"; or all that are neither a part nor
-    a function of an earlier one, as the perplexity behind a loss and the terms behind their sum are.
+    a function of an earlier one, as the perplexity behind a loss and the terms behind their sum are. One of several
+    earlier ones is their total, which takes their place.
 
     sites: the nodes of the losses. named: the value that forward returns under the name "loss".
     """
@@ -118,7 +119,10 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
         return [node for node in losses if node is named]
     kept: list[fx.Node] = []
     for node in losses:
-        if not any(node in behind[other] or other in behind[node] for other in kept):
+        parts = [other for other in kept if other in behind[node]]
+        if len(parts) > 1:
+            kept = [other for other in kept if other not in parts]
+        if len(parts) != 1 and not any(node in behind[other] for other in kept):
             kept.append(node)
     return kept
 
@@ -465,6 +469,12 @@ def has_cases(node: fx.Node, sizes: Collection[str] | None) -> bool:
         return bool(shape_of(node))
     names = "|".join(sizes)
     return any(size and re.search(rf"\b({names})\b", size) for size in symbolic_sizes(node))
+
+
+def has_other_rows(program: Program) -> bool:
+    """Whether no output has rows of the inputs, as where a row is a graph of many nodes."""
+    known = program.cases is not None and bool(program.outputs)
+    return known and not any(has_cases(node, sizes_of_cases(program)) for node in program.outputs)
 
 
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}

@@ -21,6 +21,7 @@ Rules, in this order; order in the graph or among the layers never decides which
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -40,13 +41,28 @@ from .approximations import (
     KRON_INDEP,
     KRON_OUT_DIAG,
     MERGED,
+    OTHER_ROWS,
+    POOLED,
+    SUMMED,
     UNTIED,
     Approximation,
 )
 from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, nearest, source_line, table, where
-from .graphs.labels import Edge, ancestors, entries, labels_of, symbolic_sizes
+from .graphs.labels import Edge, ancestors, entries, labels_of, sizes_of, symbolic_sizes
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
-from .ir import GENERIC, ROW_MASK, UNROLLED, WANTED, Note, Program, Registration, Use, literal_attrs, tensor_attrs
+from .ir import (
+    CONTAINED,
+    GENERIC,
+    ROW_MASK,
+    UNROLLED,
+    WANTED,
+    Note,
+    Program,
+    Registration,
+    Use,
+    literal_attrs,
+    tensor_attrs,
+)
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .parametrization import Complex, ComplexOutputs, Transposed, same_elements
@@ -63,6 +79,7 @@ TRANSPOSED = (
     "gradients change sides"
 )
 Fields = Mapping[str, str]  # of words with names in braces
+SYMBOL = re.compile(r"[a-z]+\d+")  # of a size, such as s0
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
     (True, False): KRON_IN_DIAG,
@@ -132,9 +149,21 @@ def without_cases(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | 
     use = next((use for use in uses if not cases_apart(layers, use)), None)
     if use is None:
         return None
-    inputs = use.output.graph.find_nodes(op="placeholder")
-    own = {size for node in inputs for size in symbolic_sizes(node)[:1]} & {*symbolic_sizes(use.output)[:1]} - {None}
-    return {"why": UNTIED if own and use.batch_dim is None else MERGED}
+    return {"why": why_without_cases(use)}
+
+
+def why_without_cases(use: Use) -> str:
+    """`UNTIED`, `OTHER_ROWS` or `MERGED`, as the sizes of the output tell. A product or sum of sizes of inputs merges
+    these."""
+    first, *others = symbolic_sizes(use.output) or [None]
+    inputs = [symbolic_sizes(node) for node in use.output.graph.find_nodes(op="placeholder")]
+    symbols = {name for sizes in inputs for size in sizes for name in SYMBOL.findall(size or "")}
+    if use.batch_dim is not None or "val" not in use.output.meta:
+        return MERGED
+    if first is not None and first in {size for sizes in inputs for size in sizes[:1]}:
+        return UNTIED
+    computed = [size for size in (first, *others) if size and not SYMBOL.fullmatch(size)]
+    return MERGED if any(not symbols.isdisjoint(SYMBOL.findall(size)) for size in computed) else OTHER_ROWS
 
 
 def has_pixels(layers: Mapping[str, Layer], use: Use) -> bool:
@@ -334,7 +363,7 @@ def owners(parameter: str) -> list[str]:
 
 Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
 EMPTY = "its parameters have no elements"
-WITHOUT_ROWS = f"{UNTIED}, so the rows of its layer tell no gradients of cases"
+WITHOUT_ROWS = "{}, so the rows of its layer tell no gradients of cases"
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
 
@@ -346,10 +375,14 @@ def resolve(program: Program) -> Program:
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
-    untied = {name: WITHOUT_ROWS for of in registrations if is_untied(program, of) for name in of.parameters}
-    registrations = [registered for registered in registrations if untied.keys().isdisjoint(registered.parameters)]
+    without = {
+        name: (why, of.layer) for of in registrations if (why := without_rows(program, of)) for name in of.parameters
+    }
+    registrations = [registered for registered in registrations if without.keys().isdisjoint(registered.parameters)]
+    refuse_others(program, registrations)
     taken = {name for registered in registrations for name in registered.parameters}
-    generics, unused = leftovers(program, taken, {**mixed, **untied})
+    of_layers = {name: layer for name, (_, layer) in without.items()}
+    generics, unused = leftovers(program, taken, mixed | {name: why for name, (why, _) in without.items()}, of_layers)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     registrations.sort(key=lambda registered: order[registered.uses[0].output])
     return program.but(
@@ -483,7 +516,7 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
                 continue
         if larger:
             container = "a larger match of this layer" if str(use) == str(larger[0]) else str(larger[0])
-            notes.append(Note(str(use), f"contained in {container}, which is kept"))
+            notes.append(Note(str(use), CONTAINED.format(container)))
         else:
             remaining.append(use)
     return remaining
@@ -665,14 +698,40 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     )
 
 
-def is_untied(program: Program, registration: Registration) -> bool:
-    """Whether it is right as a generic parameter alone: its uses have different numbers of cases, so its rows tell no
-    gradients of cases; and it is one number, of whose rows no independence is near, or is asked to be diagonal or full.
+def without_rows(program: Program, registration: Registration) -> str | None:
+    """Why it is right as a generic parameter alone; None if its rows may be taken.
+
+    Its uses have other rows than those of cases, so its rows tell no gradients of cases. And it is asked to be diagonal
+    or full; or its layer's block is made of gradients of cases, and it is one number, or a case has several uses of it.
+    No independence of rows is near then.
     """
-    if registration.matrix is None or UNTIED not in (registration.reason or "") or program.options.strict:
-        return False
+    why = next((why for why in (SUMMED, UNTIED, OTHER_ROWS, POOLED) if why in (registration.reason or "")), None)
+    if why is None or registration.matrix is None:
+        return None
     asked = requested(program, registration.parameters, registration.layer)
-    return bool(asked & {FULL.name, DIAGONAL.name}) or (not asked and prod(registration.matrix.shape) == 1)
+    by_case = (
+        APPROXIMATIONS[program.layers[registration.layer].default].needs_cases and registration.structure.kronecker
+    )
+    batches = {size for use in registration.uses for size in sizes_of(use.output)[:1]}
+    several = len(registration.uses) > len(batches) > 0  # none where no sizes are known
+    dependent = by_case and why != SUMMED and (several or prod(registration.matrix.shape) == 1)
+    return WITHOUT_ROWS.format(why) if asked & {FULL.name, DIAGONAL.name} or (not asked and dependent) else None
+
+
+def refuse_others(program: Program, registrations: Iterable[Registration]) -> None:
+    """Raises ApproximationError under `strict` for all registrations that have another approximation than the user
+    asked for by name."""
+    rows: list[tuple[str, str]] = []
+    for registration in registrations if program.options.strict else ():
+        asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
+        honored = asked | {KRON_INDEP.name} if KRON.name in asked else asked
+        if asked and registration.approximation not in honored:
+            rows.append((", ".join(registration.parameters), registration.reason or ""))
+    if rows:
+        raise ApproximationError(
+            f"approximations that cannot be honored:\n{table(rows)}\n"
+            "Ask for another one, as 'kron', or compile with strict=False, which keeps the product of the layer."
+        )
 
 
 def of_complex(use: Use) -> bool:
@@ -686,11 +745,12 @@ MOVES = VIEWS | PARTS | {"expand", "reshape_as"}
 
 
 def leftovers(
-    program: Program, taken: set[str], reasons: Mapping[str, str]
+    program: Program, taken: set[str], reasons: Mapping[str, str], layers: Mapping[str, str]
 ) -> tuple[list[Registration], tuple[str, ...]]:
     """Generic registrations for what is used but unclaimed, and the names of what is not used at all.
 
-    reasons: why parameters with uses are unclaimed, where that is known.
+    reasons: why parameters with uses are unclaimed, where that is known. layers: the layers of their uses, where their
+        rows are of no use.
     """
     edges: dict[str, list[Edge]] = defaultdict(list)
     for edge, names in entries(program).items():
@@ -709,7 +769,7 @@ def leftovers(
             unmatched.append((name, f"linked with {others}; enters {enters(edges[name])}"))
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
-        approximation, _ = choose(program, "generic", None, (), name)
+        approximation, _ = choose(program, layers.get(name, "generic"), None, (), name)
         large = too_large(program, labels_of(program), edges[name][0][0])
         unknown = (
             reasons.get(name)

@@ -57,7 +57,7 @@ from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunctio
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
-from kfac_fx.passes.ir import Dims
+from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -82,7 +82,8 @@ IF_PADDING = (
 )
 IF_MASKED = (
     "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "
-    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True). Else"
+    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True), with "
+    "value=False if the last position of the longest sequences has no target either. Else"
 )
 HOW_TO_LEAVE_OUT = (
     "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
@@ -1023,6 +1024,7 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
+    curved: bool = False  # forward returns a function of the loss that is no multiple of it, such as its root
     is_single: bool = True  # there is one loss, of all of the only output
     output: str = "outputs"  # the expression of the only tensor, if it is single
     eps: float = 0.0  # as of `SquaredError`
@@ -1098,6 +1100,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     alike=forms.count(forms[number]),
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
                     in_sum=spec is None and not watched.recorder.losses.is_mean,
+                    curved=is_curved(watched.recorder.program, number) if spec is None else False,
                     eps=eps,
                 )
             )
@@ -1108,6 +1111,12 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     output = watched.only_output(weighted)
     single = {"is_single": False} if output is None else {"is_single": True, "output": output}
     return [replace(of, **single) for of in known or factor_of_returned(watched, weighted)]
+
+
+def is_curved(program: Program, number: int) -> bool:
+    """Whether forward returns a function of one of its losses that is not linear in it."""
+    way = program.losses[number].way if number < len(program.losses) else None
+    return number < len(program.losses) and (way is None or not way.linear)
 
 
 def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
@@ -1627,6 +1636,13 @@ def advice(multiple: float, of_loss: Sequence[LossFactor], cases: int, reduction
     factor, several = of_loss[0], of_loss[0].of > 1
     which = f"of {list(factor.loss.inputs.shape)} " if several else ""
     with_target = " with a target" if number != cases else ""
+    if factor.curved:
+        return (
+            f"the gradient of the trained loss is {of_mean:.4g} times that of the {reduction} of the registered "
+            f"{type(factor.loss).__name__} loss {which}over its {number} {'case' if number == 1 else 'cases'}"
+            f"{with_target} in this step, as forward returns a function of that loss, such as its root or its "
+            "logarithm: let it return the loss itself."
+        )
     return (
         f"the trained loss is {of_mean:.4g} times the {reduction} of the registered {type(factor.loss).__name__} loss "
         f"{which}over its {number} {'case' if number == 1 else 'cases'}{with_target}; "

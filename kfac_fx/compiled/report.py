@@ -53,7 +53,8 @@ from kfac_fx.passes.graphs.labels import (
     without_loss,
 )
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
-from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
+from kfac_fx.passes.ir import CONTAINED, ROW_MASK, Note, PassRecord, Program, Registration
+from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder
@@ -275,6 +276,10 @@ NO_KNOWN_LOSS = (
     "with an lr of 0.001: name its loss with compile(..., loss=lambda outputs: [...]), or write "
     'KFAC(net, first_order={"lr": 0.01}) for another lr'
 )
+OF_OUTPUTS = (
+    "counted by the rows of the outputs, which are not those of an input, as where a row is a graph of many nodes or a "
+    "position that a mask selects: scores and true targets need compile(..., examples=...)"
+)
 NEGATIVE = (
     "{} has a negative weight in the loss that forward returns, and the Fisher has the absolute value of the weight"
 )
@@ -335,8 +340,10 @@ class Report:
 
     @property
     def dropped(self) -> tuple[Note, ...]:
-        """The matches that are not registered, with the reason."""
-        return tuple(dict.fromkeys(note for path in self.paths for note in path.dropped))
+        """The matches that are not registered, with the reason; without those that larger ones contain."""
+        usual = CONTAINED.partition("{}")[0]
+        notes = (note for path in self.paths for note in path.dropped if not note.reason.startswith(usual))
+        return tuple(dict.fromkeys(notes))
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -418,6 +425,8 @@ class Report:
     def cases(self) -> list[str]:
         """The dimension that counts the cases, and why, where there is a choice."""
         program = self.program
+        if has_other_rows(program) and not program.submodules:
+            return [OF_OUTPUTS]
         for node in program.inputs if program.cases_reason else ():
             if program.cases in (sizes := symbolic_sizes(node)):
                 return [f"counted by dimension {sizes.index(program.cases)} of {node.target}: {program.cases_reason}"]
@@ -822,8 +831,9 @@ def fallbacks(
         if capture.division is not None:
             counted = "elements" if capture.division.of_elements else "cases"
             sentences.append(
-                f"the number by which forward divides its sum is read as that of {counted}, which may be those of "
-                "several micro-batches: return the sum and divide behind forward if it is another one"
+                f"forward divides its sum by a number that it is given, such as num_items_in_batch, which is read as "
+                f"that of {counted}, also of several micro-batches together, and nothing is wrong if it is. Return the "
+                "sum and divide behind forward if it is another number"
             )
         if capture.rows_reason is not None:
             sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")

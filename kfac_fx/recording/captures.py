@@ -46,7 +46,7 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.check import refuse_unmatched, unmatched
 from kfac_fx.passes.divide import Division as DividedModel
-from kfac_fx.passes.divide import divide
+from kfac_fx.passes.divide import divide, refuse_no_inputs
 from kfac_fx.passes.errors import (
     PUBLIC,
     AmbiguousRegistrationError,
@@ -245,6 +245,11 @@ SETTING = (
     "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
 )
+OBJECT = (
+    "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
+    "compile a module that has no such attribute and computes the outputs, as kfac_fx.compile(self.model, ..., "
+    "in_place=True) does inside of a module that a trainer writes it to"
+)
 CAPTURED_SIZES = (
     "inputs of {count} sizes were captured, and every capture is a pause of the training: forward has derivatives or "
     "other parts that are captured for one size, so each size that a recording or a check meets first is captured "
@@ -254,6 +259,11 @@ CAPTURED_SIZES = (
 AUTOCAST = (
     "calls under autocast and calls without it, or with another dtype, were captured one by one, which takes time: "
     "compile with example inputs inside of the torch.autocast of the training"
+)
+NO_TENSORS = (
+    "the forward of {} takes no tensors, so it has no graph of its own: losses that it computes are not known, and "
+    "parameters behind derivatives have diagonal blocks. Pass what it draws or holds, such as points, to forward as "
+    "arguments"
 )
 WAYS_OF_USE = "calls use it in ways that no block of a layer is right for: "
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
@@ -315,6 +325,7 @@ class Capturing:
             traced = trace_model(
                 self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
             )
+            refuse_no_inputs(traced)
             phase("registrations")
             parts = self.around_autocast(traced.program, args, kwargs)
             if parts is not None and not generic_parameters(parts):
@@ -331,7 +342,10 @@ class Capturing:
         except UntraceableError as error:
             if self.by_hand:
                 raise
-            return self.divided(args, kwargs, error)
+            recorder = self.divided(args, kwargs, error)
+            if first and all(isinstance(leaf, (int, float, str)) for leaf in pytree.tree_leaves((args, kwargs))):
+                warn_user(UserWarning(NO_TENSORS.format(class_of(self.model).__name__)))
+            return recorder
 
     def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
@@ -565,6 +579,7 @@ class CaptureCache:
         try:
             with CAPTURING:
                 traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
+            refuse_no_inputs(traced)
         except UntraceableError as error:
             self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
             return
@@ -659,10 +674,9 @@ class CaptureCache:
         if self.first is None:
             name = class_of(self.model).__name__
             raise UntraceableError(
-                f"{name} has no graph yet, and KFAC(net), FisherEstimator(net) and net.report read it: "
-                f"{how_to_give_examples(self.model)}.\n"
-                "Without example inputs the first training forward makes the graph, because torch.fx alone cannot "
-                f"trace all of {name}:\n{self.refusal}"
+                f"{name} has no graph yet: torch.fx alone cannot trace all of it, so the first training forward makes "
+                "the graph. KFAC(net), FisherEstimator(net) and net.report read it: call net once before them, or "
+                f"{how_to_give_examples(self.model)}.\n{self.refusal}"
             )
         return self.first.program
 
@@ -802,7 +816,8 @@ class CaptureCache:
             values: list[Any] = []
             for settings in every:
                 values += [settings[name]] if name in settings and settings[name] not in values else []
-            self.tell_many(SETTING, name, len(values))
+            numbers = all(type(value) is tuple and value[0] in (bool, int, float) for value in values)
+            self.tell_many(SETTING if numbers else OBJECT, name, len(values))
 
     def tell_many(self, text: str, name: str, count: int) -> None:
         """Log once that so many values made a capture each."""

@@ -142,7 +142,10 @@ def divides_cases(result: Any, args: Sequence[Any]) -> bool:
 
 def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
     """The losses among the tensors that a model returned: the one that it calls "loss", or all that are neither a part
-    nor a function of an earlier one. of_losses: the results of the functions of torch that computed losses."""
+    nor a function of an earlier one, where one of several is their total.
+
+    of_losses: the results of the functions of torch that computed losses.
+    """
     leaves = results.tree_leaves(returned)
     learned = {id(leaf): leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad}
     by_name = {str(number): result for number, result in enumerate(of_losses) if result.requires_grad}
@@ -152,7 +155,10 @@ def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
         return [leaves[named]]
     kept: list[Tensor] = []
     for leaf in losses:
-        if not any(reached((leaf,), {"": other}) or reached((other,), {"": leaf}) for other in kept):
+        parts = [other for other in kept if reached((leaf,), {"": other})]
+        if len(parts) > 1:
+            kept = [other for other in kept if all(other is not part for part in parts)]
+        if len(parts) != 1 and not any(reached((other,), {"": leaf}) for other in kept):
             kept.append(leaf)
     return kept
 

@@ -560,7 +560,7 @@ class LeftOut:
             f"those of {', '.join(worst)} have no gradient. The gradients, and so G, are of the cases with a target.\n"
             "Leave cases without a target out of the batch; if they are positions, name them with "
             f"compile(..., padding_mask=){remedy} in the sizes of the inputs, as (losses.view(len(x), -1) * "
-            "mask).sum()."
+            "mask).sum(). Pixels of images take no mask: F is A of all pixels times G of those with a target."
         )
 
 

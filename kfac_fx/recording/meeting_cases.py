@@ -29,6 +29,7 @@ from kfac_fx.losses.distributions import Cotangents
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
@@ -75,15 +76,17 @@ class LossRows:
                 plain = pulled([tensor], [vector], self.leaves, keep=True) if plain is None else plain
                 yield weights, plain, pulled([tensor], [weighed], self.leaves, keep=True)
 
-    def first_rows(self) -> Iterator[Cotangents]:
-        """Random cotangents of the outputs, from the first row of each of the pooled tensors."""
+    def single_rows(self) -> Iterator[Cotangents]:
+        """Random cotangents of the outputs, from some single rows of each of the pooled tensors."""
         generator = torch.Generator().manual_seed(0)
         for tensor in self.pooled:
-            vector = torch.zeros_like(tensor)
-            vector[:1] = torch.randn(tensor[:1].shape, generator=generator, dtype=torch.float32).to(tensor)
-            yield pulled([tensor], [vector], self.leaves, keep=True)
+            for row in range(0, len(tensor), -(-len(tensor) // POOLED_ROWS) or 1):
+                vector = torch.zeros_like(tensor)
+                vector[row] = torch.randn(tensor[row].shape, generator=generator, dtype=torch.float32).to(tensor)
+                yield pulled([tensor], [vector], self.leaves, keep=True)
 
 
+POOLED_ROWS = 4  # that are sent back one by one: a row may be of a graph with a single node
 DIGIT = 4  # bits of a digit of a number of a row
 
 VIEWS = {  # names of the backwards of views in torch's graph
@@ -261,8 +264,8 @@ def keys_that_meet(
                         key for (key, number), mask in cases.items()
                         if key in in_order and number == len(others) and bool((mask & others).any())
                     }  # fmt: skip
-            for of_first in of_loss.first_rows():
-                found |= {key for (key, _), cases in cases_of(of_first).items() if int(of_steps(key, cases).sum()) > 1}
+            for of_row in of_loss.single_rows():
+                found |= {key for (key, _), cases in cases_of(of_row).items() if int(of_steps(key, cases).sum()) > 1}
             return found
 
         def otherwise_weighed() -> set[Key]:
@@ -331,12 +334,14 @@ def keys_that_meet_in_outputs(
     fisher: the Fisher's outputs of any run. towers: whether they are those of several mini-batches.
     """
     examples, dims = emitted.examples(values), emitted.dims_of_cases(len(fisher))
+    selected = has_other_rows(emitted.program)  # any number of rows of an example, as those that a mask selects
 
     def outputs_by_case(interleaved: bool, _: Any, fisher: tuple[Tensor, ...]) -> LossRows:
         leaves = [output.detach().requires_grad_(output.requires_grad) for output in fisher]
         rows = [leaf.movedim(dim, 0) for leaf, dim in zip(leaves, dims, strict=True) if leaf.dim()]
-        pooled = [] if towers else [tensor for tensor in rows if 0 < len(tensor) < examples]
-        return LossRows(fisher, leaves, [by_example(tensor, examples, interleaved) for tensor in rows], pooled)
+        pooled = [] if towers else [tensor for tensor in rows if selected or 0 < len(tensor) < examples]
+        by_row = [] if selected else [by_example(tensor, examples, interleaved) for tensor in rows]
+        return LossRows(fisher, leaves, by_row, pooled)
 
     several = any(output.dim() and output.shape[dim] > examples for output, dim in zip(fisher, dims, strict=True))
     meeting = frozenset(only)

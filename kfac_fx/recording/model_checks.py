@@ -493,6 +493,8 @@ def how_to_give_examples(model: nn.Module) -> str:
         number, (places, names) = len(signature_of(model).parameters), required_by_kind(model)
     except (TypeError, ValueError):  # of a callable of C
         number, places, names = 1, ["x"], []
+    if not number:
+        return "write kfac_fx.compile(model, (), ...), since forward has no arguments"
     by_name = "kfac_fx.compile(model, example_kwargs=batch, ...) for a batch that it is called with as model(**batch)"
     if not places and not names:
         return f"write {by_name}"

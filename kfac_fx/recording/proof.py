@@ -28,16 +28,30 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes import results
-from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, MERGED, UNTIED, A
+from kfac_fx.passes.approximations import (
+    A_DIAG,
+    APPROXIMATIONS,
+    G_DIAG,
+    GRADIENT,
+    KRON,
+    KRON_INDEP,
+    MERGED,
+    OTHER_ROWS,
+    POOLED,
+    UNTIED,
+    A,
+)
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
+from kfac_fx.passes.check import refuse_generic
 from kfac_fx.passes.divide import Division
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.layers.declaration import unknown_attribute
+from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.resolve import WITHOUT_ROWS, choose, is_untied, requested
+from kfac_fx.passes.resolve import choose, refuse_others, requested, without_rows
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import first_sizes
@@ -207,7 +221,10 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     silent = behind_no_loss(recorder.program, gradients.unreached)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
-    lengths = set(first_sizes(args, kwargs))
+    lengths, pooled = (
+        set(first_sizes(args, kwargs)),
+        len(towers) < 2 and are_pooled(recorder, gradients.fisher, examples),
+    )
     for registration in recorder.registrations:
         if registration.generic:
             continue
@@ -218,7 +235,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             failed[key] = reason
         elif silent.issuperset(registration.owners):
             changed[key] = registration.approximation, NO_LOSS
-        elif other := fitting_approximation(registration, taps[key], cases, lengths, key in mixing):
+        elif other := fitting_approximation(registration, taps[key], cases, lengths, key in mixing, pooled):
             changed[key] = other
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
@@ -242,7 +259,12 @@ def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound
 
 
 def fitting_approximation(
-    registration: Registration, taps: Sequence[ProofTap], cases: Sequence[int], lengths: set[int], mixing: bool
+    registration: Registration,
+    taps: Sequence[ProofTap],
+    cases: Sequence[int],
+    lengths: set[int],
+    mixing: bool,
+    pooled: bool,
 ) -> tuple[str, str] | None:
     """The approximation that fits the rows, and why; None if that of the registration does.
 
@@ -250,12 +272,21 @@ def fitting_approximation(
         cases: the number of cases of every tap.
         lengths: the first sizes of the inputs.
         mixing: whether its cases meet between it and the outputs.
+        pooled: see `are_pooled`.
     """
     name = registration.approximation
     if registration.structure.needs_cases:
         others = {number for tap, n in zip(taps, cases, strict=True) for number in tap.cases - {n}}
         if others:
-            return KRON.name, f"{UNTIED if others.issubset(lengths) else MERGED}, so not {name!r}"
+            merged = all(
+                tap.cases <= {n * (number // n) for number in tap.cases} for tap, n in zip(taps, cases, strict=True)
+            )
+            return (
+                KRON.name,
+                f"{UNTIED if others.issubset(lengths) else MERGED if merged else OTHER_ROWS}, so not {name!r}",
+            )
+        if mixing and pooled:
+            return KRON.name, f"{POOLED}, so not {name!r}"
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
         return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:
@@ -395,6 +426,14 @@ def mixing_cases(recorder: Recorder, values: Any, fisher: Sequence[Tensor]) -> f
     return keys_that_meet_in_outputs(collecting(recorder.emitted), parameters, buffers, values, fisher, asked, towers)
 
 
+def are_pooled(recorder: Recorder, fisher: Sequence[Tensor], examples: int) -> bool:
+    """Whether no output has a row for every example of the inputs. fisher: the Fisher's outputs."""
+    if recorder.program.cases is not None and not recorder.program.submodules:
+        return has_other_rows(recorder.program)
+    dims = recorder.emitted.case_dims or [0] * len(fisher)
+    return all(output.dim() and output.shape[dim] % examples for output, dim in zip(fisher, dims, strict=True))
+
+
 def by_case(program: Program, registration: Registration) -> bool:
     """Whether the user asked for a block made of gradients of cases."""
     asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
@@ -404,7 +443,8 @@ def by_case(program: Program, registration: Registration) -> bool:
 def demoted(
     program: Program, failed: Mapping[Key, str], changed: Mapping[Key, tuple[str, str]], missed: Sequence[str]
 ) -> Program:
-    """The program with failed registrations generic, and others with another approximation."""
+    """The program with failed registrations generic, and others with another approximation. Raises RegistrationError
+    under `strict` if the user asked for others."""
     registrations: list[Registration] = []
     for registration in program.registrations:
         if registration.parameters in failed:
@@ -413,17 +453,21 @@ def demoted(
         elif registration.parameters in changed:
             approximation, why = changed[registration.parameters]
             other = replace(registration, approximation=approximation, reason=why)
-            if is_untied(program, other):
-                diagonal_or_full = [choose(program, "generic", None, (), name)[0] for name in other.parameters]
+            if words := without_rows(program, other):
+                diagonal_or_full = [choose(program, other.layer, None, (), name)[0] for name in other.parameters]
                 pairs = zip(other.parameters, diagonal_or_full, strict=True)
-                registrations += [program.generic(name, WITHOUT_ROWS, chosen.name) for name, chosen in pairs]
+                registrations += [program.generic(name, words, chosen.name) for name, chosen in pairs]
             else:
                 registrations.append(other)
         else:
             registrations.append(registration)
     registrations += [program.generic(name, MISSED) for name in missed]
     unused = tuple(name for name in program.unused if name not in missed)
-    return program.but(registrations=tuple(registrations), unused=unused)
+    result = program.but(registrations=tuple(registrations), unused=unused)
+    if program.options.strict:
+        refuse_generic(result)
+        refuse_others(result, (registration for registration in registrations if not registration.generic))
+    return result
 
 
 # --- the dimension of the cases ---------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def respell(graph: fx.Graph) -> None:
             spell_vector_norm(node)
         elif node.target is F.normalize:
             spell_quotient(node)
+        elif name == "pad":
+            spell_padding(node)
         elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
         elif isinstance(node.target, OpOverload):
@@ -324,6 +326,17 @@ def spell_quotient(node: fx.Node) -> None:
     for written in (norm, bounded, divisor):
         written.meta = {key: value for key, value in node.meta.items() if key != "val"}
     node.target, node.args, node.kwargs = torch.div, (x, divisor), {}
+
+
+def spell_padding(node: fx.Node) -> None:
+    """`F.pad(x, (0, 1))` -> `aten.pad(x, [0, 1])`"""
+    values = dict(zip(inspect.signature(F.pad).parameters, node.args, strict=False)) | node.kwargs
+    values = {"input" if key == "self" else key: value for key, value in values.items()}
+    widths, mode, value = (values.get(key) for key in ("pad", "mode", "value"))
+    if values.keys() <= {"input", "pad", "mode", "value"} and isinstance(widths, (list, tuple)):
+        more = (mode or "constant", value or None)
+        node.op, node.target, node.kwargs = "call_function", torch.ops.aten.pad.default, {}
+        node.args = (values["input"], [*widths], *(more if more[1] is not None else more[: more[0] != "constant"]))
 
 
 def spell_expansion(node: fx.Node, name: str) -> None:

@@ -37,6 +37,9 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),
     (X, [lambda x: torch.einsum("ij->ji", x), lambda x: torch.einsum("ij->ji", [x])]),
     (X, [lambda x: F.layer_norm(x, (5,)), lambda x: F.layer_norm(x, [5], eps=1e-5)]),
+    (X, [lambda x: F.pad(x, (0, 1, 1, -1)), lambda x: F.pad(x, pad=[0, 1, 1, -1], mode="constant", value=0.0)]),
+    (X, [lambda x: F.pad(x, (1, 0), value=2.0), lambda x: F.pad(input=x, pad=(1, 0), mode="constant", value=2.0)]),
+    (IMAGE, [lambda x: F.pad(x, (1, 1, 0, 1), "reflect"), lambda x: F.pad(x, [1, 1, 0, 1], mode="reflect")]),
     (IDS, [lambda x: F.embedding(x, W), lambda x: F.embedding(x, W, padding_idx=None)]),
     (IMAGE, [lambda x: F.conv2d(x, KERNEL, padding=1), lambda x: torch.conv2d(x, KERNEL, None, 1, 1)]),
     (X, [lambda x: torch.fft.fft(x).real, lambda x: torch.real(torch.fft.fft(x))]),
@@ -251,6 +254,7 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
         (lambda x: torch.var(x, dim=-1, keepdim=True) + x.std(unbiased=False) + x.var(correction=0, dim=[0]), X),
         (lambda x: torch.where(condition=x > 0, input=x, other=-x), X),  # the operands are not the first arguments
         (lambda x: torch.ops.aten.index_put.default(x, [None, torch.tensor([2, 0])], x[:, 3:]), X),
+        (lambda x: F.pad(x, (0, -1, 1, -1)).sum() * F.pad(x, (1, 0), value=2.0) + F.pad(x, (1, 0), "replicate"), X),
         (lambda x: x[:, torch.tensor([3, 1])], X),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -120,6 +120,25 @@ def test_an_attribute_that_changes_and_makes_captures_is_told(monkeypatch: pytes
     assert net.report.to_dict()["fallbacks"] == [text.format(4)]
 
 
+def test_an_object_that_a_trainer_writes_and_that_makes_captures_is_told_with_a_module_to_compile() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self._trainer = nn.Linear(4, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, getattr(self, "he" + "ad")(x))  # so that any attribute may be read
+
+    x, model = torch.randn(6, 4), Trained()
+    net = net_of(model, x)
+    for _ in range(3):
+        model._trainer = object()  # type: ignore[assignment]
+        net.record((x,), {})
+    (told,) = net.report.to_dict()["fallbacks"]
+    assert told.startswith("_trainer, which forward may read, has had 4 values")
+    assert "compile a module that has no such attribute and computes the outputs, as kfac_fx.compile(self.model" in told
+
+
 @pytest.mark.parametrize(
     "option", [{"batch_dim": 1}, {"padding_mask": lambda x: x[..., 0] != 0}], ids=lambda x: next(iter(x))
 )
@@ -127,7 +146,7 @@ def test_an_option_that_needs_sizes_waits_for_a_batch(option: dict[str, Any]) ->
     net = compile(nn.Linear(4, 3), loss="normal", **option)
     with pytest.raises(
         UntraceableError,
-        match=rf"the first training forward makes the graph(?s:.*){next(iter(option))} needs the sizes",
+        match=rf"the first training forward makes (?s:.*){next(iter(option))} needs the sizes",
     ):
         net.program  # noqa: B018
     net(torch.randn(6, 5, 4))
@@ -238,15 +257,12 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         _ = net.registrations
     lines = str(failure.value).splitlines()
     assert lines[0] == (
-        "Steps has no graph yet, and KFAC(net), FisherEstimator(net) and net.report read it: write "
+        "Steps has no graph yet: torch.fx alone cannot trace all of it, so the first training forward makes the graph. "
+        "KFAC(net), FisherEstimator(net) and net.report read it: call net once before them, or write "
         "kfac_fx.compile(model, (x,), ...) for the arguments of one batch."
     )
-    assert lines[1] == (
-        "Without example inputs the first training forward makes the graph, because torch.fx alone cannot trace all of "
-        "Steps:"
-    )
-    assert lines[2].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
-    assert lines[-1].startswith("  ") and len(lines) == 5  # a line of the model and torch's error, and no other advice
+    assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
+    assert lines[-1].startswith("  ") and len(lines) == 4  # a line of the model and torch's error, and no other advice
     x = torch.randn(6, 2, 4)
     with torch.no_grad():
         net(x)

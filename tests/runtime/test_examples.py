@@ -92,6 +92,94 @@ def test_layers_of_edges_nodes_and_graphs_are_of_the_same_examples(divided: bool
     assert_examples(net, Batch(*args, targets=y), list(F.cross_entropy(model(*args), y, reduction="none")))
 
 
+class Pooled(nn.Module):
+    """A sum over the nodes of every graph. alone: a batch is one graph; else no input has a row for every graph."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.alone = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), alone
+
+    def forward(self, x: Tensor, near: Tensor, graph: Tensor) -> Tensor:
+        h = torch.tanh(self.second(near @ torch.tanh(self.first(near @ x))))
+        if self.alone:
+            return cast(Tensor, self.head(h.mean(0, keepdim=True)))
+        return cast(Tensor, self.head(torch.zeros(int(graph.max()) + 1, 5).index_add(0, graph, h)))
+
+
+def graphs(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    graph = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return torch.randn(len(graph), 4), (graph[:, None] == graph) * torch.rand(len(graph), len(graph)), graph
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pytest.mark.parametrize("asked", ["full", "diagonal"])
+def test_blocks_of_cases_are_exact_where_a_row_of_the_outputs_is_a_graph_of_many_nodes(
+    alone: bool, mode: str, asked: str
+) -> None:
+    """The rows of nodes and of graphs tell no gradients of cases: the head had a Kronecker block, for a wrong reason,
+    and the squares of nodes were summed in the blocks of the others."""
+    model = Pooled(alone)
+    calls = [graphs(4), graphs(3), graphs(5)] if alone else [graphs(4, 1, 3), graphs(2, 5)]
+    batches = [Batch(*args, targets=torch.randint(3, (len(model(*args)),))) for args in calls]
+    net = kfac_fx.compile(
+        model, calls[0], loss="categorical", approximations={"*": asked}, examples=lambda x, near, graph: graph
+    )
+    spectrum = kfac_fx.fit_spectrum(net, batches, mode=mode)
+    learned = dict(model.named_parameters())
+    gradients: list[list[Tensor]] = []  # of every source
+    for batch in batches:
+        logits = model(*batch.args)
+        for row, y in zip(logits, batch.targets, strict=True):
+            p = row.detach().softmax(0)
+            roots = (
+                [F.one_hot(y, 3) - p] if mode == "empirical" else [*(torch.diag(p.sqrt()) - torch.outer(p.sqrt(), p))]
+            )
+            gradients += [list(torch.autograd.grad(row, learned.values(), root, retain_graph=True)) for root in roots]
+    cases = sum(len(batch.targets) for batch in batches)
+    for name, value in zip(learned, zip(*gradients, strict=True), strict=True):
+        torch.testing.assert_close(spectrum.diagonal(1)[name], torch.stack(value).square().sum(0) / cases)
+    losses = [F.cross_entropy(model(*batch.args), batch.targets, reduction="none") for batch in batches]
+    assert_examples(net, batches[0], list(losses[0]))
+    assert {(row.reason or "").partition(", as ")[0] for row in net.report.rows} == {
+        "several of its rows meet in one row of the outputs",
+        "its rows are not those of an input",
+    }
+    assert ("counted by the rows of the outputs" in " ".join(str(net.report).split())) == alone  # the other is in parts
+
+
+@pytest.mark.parametrize(("asked", "text"), [("full", "in no structured Fisher block"), ("kron_reduce", "honored")])
+def test_strict_refuses_what_is_asked_for_and_is_not_honored(asked: str, text: str) -> None:
+    with pytest.raises(RegistrationError, match=rf"(?s){text}.*head\.weight.* not those of an input"):
+        kfac_fx.compile(
+            Pooled(True),
+            graphs(4),
+            loss="categorical",
+            approximations={"head": asked},
+            strict=True,
+            examples=lambda x, near, graph: graph,
+        )
+
+
+def test_positions_that_a_mask_selects_are_rows_of_the_outputs() -> None:
+    """No sequence meets another one, so their layers have gradients of cases."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(7, 5), nn.Linear(5, 7)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            h = torch.tanh(self.words(ids))
+            return cast(Tensor, self.head((h + h.mean(1, keepdim=True))[mask]))
+
+    ids, mask = torch.randint(7, (4, 5)), torch.rand(4, 5) < 0.6
+    model = Masked()
+    net = kfac_fx.compile(model, (ids, mask), loss="categorical", approximations={"*": "full"})
+    rows = [(row.layer, row.approximation, row.reason is None) for row in net.report.rows]
+    assert rows == [("embedding", "full", True), ("generic", "full", False), ("generic", "full", False)]
+
+
 class Packed(nn.Module):
     """Tokens read those of their own document, whose places begin with zero."""
 

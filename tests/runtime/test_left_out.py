@@ -145,7 +145,10 @@ def test_a_mask_in_the_sizes_of_the_inputs_is_followed_as_the_warning_says(sizes
     else:
         (message,) = messages
         assert message.startswith("24 of 60 cases of the loss have no target, and the input factors A of 2 blocks")
-        assert message.endswith("in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum().")
+        assert message.endswith(
+            "in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum(). Pixels of images take no mask: F "
+            "is A of all pixels times G of those with a target."
+        )
 
 
 class OfBiases(Net):

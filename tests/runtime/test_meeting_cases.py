@@ -112,7 +112,7 @@ def test_exact_modes_are_exact_where_cases_meet(
 
     for approximation in ("full", None):
         asked = {} if approximation is None else {"*": approximation}
-        net = kfac_fx.compile(model, (x[:2],), loss=loss, approximations=asked)
+        net = kfac_fx.compile(model, (x[:4],), loss=loss, approximations=asked)
         estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="exact", memory=memory)
         for _ in range(2):
             estimator.update_covariances(x)

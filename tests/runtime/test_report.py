@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx.compiled.report import WIDTH, Report, percent
-from kfac_fx.passes.ir import Note, Program
+from kfac_fx.passes.ir import CONTAINED, Note, Program
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
@@ -57,6 +57,11 @@ def test_the_text_says_what_became_of_every_parameter(program: Program) -> None:
 def test_the_text_is_the_same_again_and_as_repr(program: Program) -> None:
     report = Report(program)
     assert str(report) == repr(report) == str(Report(program))
+
+
+def test_matches_that_larger_ones_contain_are_not_shown_as_dropped(program: Program) -> None:
+    program = program.but(dropped=(Note("linear(stem.weight)", CONTAINED.format("linear(stem.weight, stem.bias)")),))
+    assert "dropped   none" in str(Report(program)).splitlines()
 
 
 def test_the_data_has_the_promised_keys(program: Program) -> None:

@@ -173,14 +173,26 @@ def test_what_is_declared_generic_needs_no_other_capture() -> None:
 
 
 def test_the_report_says_that_gradients_are_summed() -> None:
-    net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "diagonal"})
+    net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "kron_reduce"})
     first = next(registration for registration in net.registrations if registration.parameters == FREE[0])
     assert first.approximation == "kron"
     assert first.reason == (
         "free of the batch: one gradient for all cases, right in expectation over sampled targets; its gradient is "
-        "summed over cases at its output, so not 'diagonal'"
+        "summed over cases at its output, so not 'kron_reduce'"
     )
     assert "free of the batch" in str(net.report)
+
+
+@pytest.mark.parametrize("asked", ["diagonal", "full"])
+def test_blocks_of_cases_are_exact_where_gradients_are_summed(asked: str) -> None:
+    model, x = OneRow().double(), torch.randn(4, 3).double()
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"first": asked})
+    spectrum = kfac_fx.fit_spectrum(net, [x], mode="exact")
+    for name in FREE[0]:
+        p = model.get_parameter(name)
+        each = [torch.autograd.grad(y, p, retain_graph=True)[0] for y in model(x).flatten()]
+        torch.testing.assert_close(spectrum.diagonal(1)[name], 2 * torch.stack(each).square().sum(0) / len(x))
+    assert [row.block for row in net.report.rows if row.names.startswith("first")] == [f"generic {asked}"] * 2
 
 
 @pytest.mark.parametrize("batch", [1, 2, 6])

@@ -1589,7 +1589,10 @@ def test_captures_read_the_number_that_divides_a_sum_alike() -> None:
     model.eval()
     moments = net.record((X[:4], VALUES[:4], torch.tensor(16)), {}, mode="exact")
     assert len(net.captures.all) == 2
-    assert "the number by which forward divides its sum is read as that of cases" in str(net.report)
+    told = " ".join(str(net.report).split())
+    assert (
+        "which is read as that of cases, also of several micro-batches together, and nothing is wrong if it is" in told
+    )
     g = moments.statistics["layer.weight", "layer.bias"]["G"][0] / float(moments.cases)
     torch.testing.assert_close(g, 2.0 * torch.eye(4))
 
@@ -1951,3 +1954,29 @@ def test_the_remedy_for_a_mask_that_forward_draws_takes_the_warning_away(selects
     told = " ".join(str(warning.message) for warning in caught)
     assert ("leaves out" in told) != selects
     assert selects or "Else select the others in forward, in front of the loss, as in F.mse_loss(outputs[mask]" in told
+
+
+@pytest.mark.parametrize("function", [torch.sqrt, torch.log, torch.square], ids=lambda function: function.__name__)
+def test_a_function_of_a_loss_is_not_told_as_a_multiple(function: Callable[[Tensor], Tensor]) -> None:
+    """The ratio of the gradients is another one at every step, so no coefficient is right."""
+
+    class Curved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return function(F.cross_entropy(3 * self.head(x), y))
+
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Curved(), (X, CLASSES))
+    optimizer = kfac_fx.KFAC(net)
+    net(X, CLASSES).backward()
+    with pytest.warns(LossScaleWarning) as told:
+        optimizer.step()
+    assert re.match(
+        r"the gradient of the trained loss is [\d.]+ times that of the mean of the registered Categorical loss over "
+        r"its 8 cases in this step, as forward returns a function of that loss, such as its root or its logarithm: let "
+        r"it return the loss itself\.",
+        str(told[0].message),
+    )

@@ -507,11 +507,11 @@ def test_two_batches_of_one_encoder_are_not_said_to_be_merged() -> None:
 
 
 class Adaptive(nn.Module):
-    """A field with a slope of one number, at points inside and on the border. derived: residuals are derivatives."""
+    """A field with a slope, at points inside and on the border. derived: residuals are derivatives."""
 
-    def __init__(self, derived: bool) -> None:
+    def __init__(self, derived: bool, *sizes: int) -> None:
         super().__init__()
-        self.derived, self.inner, self.slope = derived, nn.Linear(2, 8), nn.Parameter(torch.ones(()))
+        self.derived, self.inner, self.slope = derived, nn.Linear(2, 8), nn.Parameter(torch.ones(sizes))
         self.outer = nn.Linear(8, 1)
 
     def field(self, x: Tensor) -> Tensor:
@@ -527,15 +527,18 @@ class Adaptive(nn.Module):
         return residual[:, :1] + u, self.field(border)
 
 
-@pytest.mark.parametrize("derived", [False, True])
-@pytest.mark.parametrize("asked", [None, "full", "diagonal"])
-def test_a_parameter_of_one_number_is_exact_between_batches_of_different_lengths(
-    derived: bool, asked: str | None
+@pytest.mark.parametrize(
+    ("derived", "sizes", "asked"),
+    [(derived, (), asked) for derived in (False, True) for asked in (None, "full", "diagonal")]
+    + [(False, (8,), "diagonal"), (True, (8,), "full"), (True, (8,), None)],
+)
+def test_a_scale_is_exact_between_batches_of_different_lengths(
+    derived: bool, sizes: tuple[int, ...], asked: str | None
 ) -> None:
-    """A layer's block takes the rows for independent, which those of one number are not, and an approximation that was
-    given by name was not honored."""
+    """A layer's block takes the rows for independent, which those of one number are not, nor those of several uses that
+    a case has of a scale; and an approximation that was given by name was not honored."""
     torch.manual_seed(0)
-    model = Adaptive(derived).double()
+    model = Adaptive(derived, *sizes).double()
     batch = torch.rand(9, 2).double(), torch.rand(4, 2).double()
     net = kfac_fx.compile(
         model,
@@ -544,14 +547,13 @@ def test_a_parameter_of_one_number_is_exact_between_batches_of_different_lengths
         approximations={"slope": asked} if asked else None,
     )
     assert [row.block for row in net.report.rows if row.names == "slope"] == [f"generic {asked or 'diagonal'}"]
-    expected = torch.zeros(()).double()
+    expected = torch.zeros(sizes).double()
     for values in model(*batch):
         slopes = [torch.autograd.grad(v, model.slope, retain_graph=True)[0] for v in values[:, 0]]
-        expected += 2 * torch.stack(slopes).square().mean()
+        expected += 2 * torch.stack(slopes).square().mean(0)
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact", damping=0.0)
     estimator.update_covariances(*batch)
-    only = {name: torch.full_like(p, float(name == "slope")) for name, p in net.named_parameters()}
-    torch.testing.assert_close(estimator.multiply(only)["slope"], expected)
+    torch.testing.assert_close(estimator.spectrum().diagonal(1)["slope"], expected)
 
 
 def test_a_block_of_whole_examples_meets_two_batches_of_different_lengths() -> None:

@@ -272,6 +272,23 @@ def gradients(output: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(parameters, found, strict=True))
 
 
+@pytest.mark.parametrize("examples", [None, ()])
+def test_a_forward_that_takes_no_tensors_is_told_once(examples: tuple[()] | None) -> None:
+    """Without example inputs `compile` ended in an IndexError."""
+    with pytest.warns(UserWarning, match=r"^the forward of Stored takes no tensors, .* forward as arguments$") as told:
+        net = kfac_fx.compile(Stored(), examples, loss="normal")
+        if examples is None:
+            with pytest.raises(
+                kfac_fx.UntraceableError, match=r"write kfac_fx.compile\(model, \(\), ...\), since forward"
+            ):
+                str(net.report)
+        for _ in range(2):
+            net()
+    assert len(told) == 1
+    assert [(row.names, row.approximation) for row in net.report.rows] == [("inner.{weight, bias}", "kron")]
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Stored takes no tensors:UserWarning")
 @pytest.mark.parametrize(("build", "batches", "divided"), CASES, ids=[build.__name__ for build, *_ in CASES])
 def test_what_is_recorded_is_of_the_model(build: Callable[[], nn.Module], batches: Any, divided: bool) -> None:
     torch.manual_seed(0)
