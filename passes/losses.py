@@ -696,6 +696,8 @@ def of_picked(node: Any) -> OfClasses | None:
         return OfClasses(source, index, axis) if fit and axis else None
     if op_name(node) == "index" and len(args) == 2 and isinstance(args[1], (list, tuple)) and len(args[1]) == 2:
         source, (rows, index) = args
+        if not isinstance(rows, fx.Node) or not isinstance(index, fx.Node):
+            return None  # z[:, order]
         counted = op_name(rows) == "arange" and len(rows.args) == 1 and rows.kwargs.keys() <= OF_MEMORY
         fit = counted and dims_of(source) == 2 and dims_of(index) == 1 and alike(sizes_of(source)[0], sizes_of(rows)[0])
         return OfClasses(source, index, 1) if fit else None
