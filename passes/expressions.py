@@ -540,16 +540,18 @@ def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> U
             continue
         else:
             exact = parts_of_expr(use, role, program, exact=True) or whole_uses(use, shapes, exact=True)
-            if exact is not None and not lost(expr, nodes, labels_of(program)):
+            if exact is not None and not lost(expr, role, nodes, labels_of(program)):
                 continue
         for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
             exprs[role] = small, canonical
     return use if exprs == use.exprs else replace(use, exprs=exprs)
 
 
-def lost(expr: ParameterExpr, nodes: Sequence[fx.Node], label: Mapping[fx.Node, Label]) -> set[str]:
-    """The parameters behind a node of which its expression has neither elements nor gains."""
+def lost(expr: ParameterExpr, role: str, nodes: Sequence[fx.Node], label: Mapping[fx.Node, Label]) -> set[str]:
+    """The parameters behind a node of which its expression has neither elements nor gains. A gain has rows in a weight
+    alone: a bias `g * b` is a function of both."""
     steps = [step for slice_ in expr.slices for step in slice_.through if isinstance(step, WithGain)]
+    steps = steps if role == "weight" else []
     kept = {slice_.parameter for slice_ in expr.slices} | {step.gain.parameter for step in steps if step.gain}
     return set[str]().union(*(parameters_behind(node, label) for node in nodes[:1])) - kept
 

@@ -71,7 +71,7 @@ from .graphs.operations import (
     no_grad_region,
     op_name,
 )
-from .graphs.spelling import order_operands, spell_out
+from .graphs.spelling import sort_operands, spell_out
 from .ir import LossSite, Note, Program, Way
 from .torch_losses import BY_NAME
 from .torch_private import pytree
@@ -486,7 +486,7 @@ def find_losses(program: Program) -> Program:
     sites = tuple(site for site in sites if site.node in behind)
     outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
     cases, cases_reason = size_of_cases(program, outputs)
-    order_operands(program.graph, program.parameters, cases=cases)  # now that it is known what has a row a case
+    sort_operands(program.graph, program.parameters, cases)
     program = program.but(outputs=outputs, cases=cases, cases_reason=cases_reason)
     if not sites:
         return program.but(unfollowed=by_hand.unfollowed, lost=by_hand.lost)

@@ -24,7 +24,7 @@ from .complex_parameters import original
 from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, symbolic_sizes, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
-from .graphs.spelling import order_operands
+from .graphs.spelling import sort_operands
 from .ir import NUMBER, Program, Registration, Submodule, Use, copy_nodes
 from .parametrization import with_nodes
 from .torch_private import AUTOCAST_REGION, pytree
@@ -92,7 +92,7 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
                 copies[node].meta |= {NUMBER: number} | sized_by_cases(node, first)
         outputs.append(fx.map_arg(program.returned, copies.__getitem__))
     graph.output(tuple(outputs))
-    order_operands(graph, empty.parameters)  # now that it is known what has a row a case
+    sort_operands(graph, empty.parameters)
     submodules = tuple(part for part, _ in captured)
     return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
 
