@@ -124,7 +124,7 @@ def express(program: Program) -> Program:
     expressions, behind = Expressions(program), ancestors(program.outputs)
     values, exprs = expressions.values, dict[fx.Node, ParameterExpr]()
     others: list[fx.Node] = []
-    in_pieces: set[str] = set()
+    pieces: dict[fx.Node, set[str]] = {}
     for node in program.graph.nodes:
         value = values.get(node)
         pure = value is None and expressions.label[node] is Label.PURE and ELEMENTS not in node.meta
@@ -143,10 +143,32 @@ def express(program: Program) -> Program:
         enters = any(expressions.label[user].activation for user in readers)
         if isinstance(value, ParameterExpr):
             exprs[node] = value
-            in_pieces |= {slice_.parameter for slice_ in value.slices if enters and is_part(slice_, program)}
+            pieces |= {node: {part.parameter for part in value.slices if is_part(part, program)}} if enters else {}
         elif enters:
             others.append(node)
-    return program.but(parameter_exprs={**exprs, **small_functions(program, expressions.label, others, in_pieces)})
+    functions = functions_next_to_pieces(program.but(parameter_exprs=exprs), expressions.label, others, pieces)
+    return program.but(parameter_exprs={**exprs, **functions})
+
+
+def functions_next_to_pieces(
+    program: Program, label: Mapping[fx.Node, Label], others: Sequence[fx.Node], pieces: Mapping[fx.Node, set[str]]
+) -> dict[fx.Node, ParameterExpr]:
+    """The small functions that enter the computation. A parameter in pieces that another function reads whole, as the
+    lengths `(v ** 2).sum(1)` of reflections read their vectors `v[0]`, `v[1]`, cannot be cut: its pieces are small
+    functions of all of it, too, if all of these are small.
+
+    pieces: the parameters of which a node has a part.
+    """
+    in_pieces = set[str]().union(*pieces.values())
+    read = {node: wholes(program, label, node) & in_pieces for node in others}
+    uncut = set[str]().union(*read.values())
+    while True:
+        places = {**read, **{node: names for node, names in pieces.items() if names & uncut}}
+        functions = small_functions(program, label, places, in_pieces - uncut)
+        large = set[str]().union(*(names & uncut for node, names in places.items() if node not in functions))
+        if not large:
+            return functions
+        uncut -= large
 
 
 def is_part(slice_: Slice, program: Program) -> bool:
@@ -518,18 +540,40 @@ def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> U
             continue
         else:
             exact = parts_of_expr(use, role, program, exact=True) or whole_uses(use, shapes, exact=True)
-            if exact is not None and not lost(expr, nodes, labels_of(program)):
+            if exact is not None and not lost(expr, role, nodes, labels_of(program)):
                 continue
         for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
             exprs[role] = small, canonical
     return use if exprs == use.exprs else replace(use, exprs=exprs)
 
 
-def lost(expr: ParameterExpr, nodes: Sequence[fx.Node], label: Mapping[fx.Node, Label]) -> set[str]:
-    """The parameters behind a node of which its expression has neither elements nor gains."""
+def lost(expr: ParameterExpr, role: str, nodes: Sequence[fx.Node], label: Mapping[fx.Node, Label]) -> set[str]:
+    """The parameters behind a node of which its expression has neither elements nor gains. A gain has rows in a weight
+    alone: a bias `g * b` is a function of both."""
     steps = [step for slice_ in expr.slices for step in slice_.through if isinstance(step, WithGain)]
+    steps = steps if role == "weight" else []
     kept = {slice_.parameter for slice_ in expr.slices} | {step.gain.parameter for step in steps if step.gain}
     return set[str]().union(*(parameters_behind(node, label) for node in nodes[:1])) - kept
+
+
+def wholes(program: Program, label: Mapping[fx.Node, Label], pure: fx.Node) -> set[str]:
+    """The parameters that all of a node's value depends on."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
+    names: set[str] = set()
+    stack, seen = [pure], {pure}
+    while stack:
+        node = stack.pop()
+        if node in program.parameter_exprs:
+            slices = program.parameter_exprs[node].slices
+            names |= {part.parameter for part in slices if not partial(view_of(part), shapes[part.parameter])}
+            names |= {product.parameter for product in program.parameter_exprs[node].products}
+            continue
+        if node.op == "get_attr" and label[node] is Label.PURE:
+            names.add(str(node.target))
+        operands = [n for n in differentiated(node) if n not in seen]
+        seen.update(operands)
+        stack += operands
+    return names
 
 
 class Cutter:
@@ -650,25 +694,12 @@ class Cutter:
             use = self.program.matches[number]
             names = {part.parameter for part in parts or ()} | {bound.parameter for bound in use.parameters.values()}
             explained |= {(node, name) for node in use.nodes for name in names}
-        return {name for pure, act in self.edges for name in self.wholes(pure) if (act, name) not in explained}
-
-    def wholes(self, pure: fx.Node) -> set[str]:
-        """The parameters that all of a node's value depends on."""
-        names: set[str] = set()
-        stack, seen = [pure], {pure}
-        while stack:
-            node = stack.pop()
-            if node in self.program.parameter_exprs:
-                slices = self.program.parameter_exprs[node].slices
-                names |= {part.parameter for part in slices if not partial(view_of(part), self.shapes[part.parameter])}
-                names |= {product.parameter for product in self.program.parameter_exprs[node].products}
-                continue
-            if node.op == "get_attr" and self.label[node] is Label.PURE:
-                names.add(str(node.target))
-            operands = [n for n in differentiated(node) if n not in seen]
-            seen.update(operands)
-            stack += operands
-        return names
+        return {
+            name
+            for pure, act in self.edges
+            for name in wholes(self.program, self.label, pure)
+            if (act, name) not in explained
+        }
 
     # --- places -----------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ from .graphs.operations import (
     no_grad_region,
     op_name,
 )
-from .graphs.spelling import order_operands, spell_out
+from .graphs.spelling import sort_operands, spell_out
 from .ir import LossSite, Note, Program, Way
 from .torch_losses import BY_NAME
 from .torch_private import pytree
@@ -496,7 +496,7 @@ def find_losses(program: Program) -> Program:
     sites = tuple(site for site in sites if site.node in behind)
     outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
     cases, cases_reason = size_of_cases(program, outputs)
-    order_operands(program.graph, program.parameters, cases=cases)  # now that it is known what has a row a case
+    sort_operands(program.graph, program.parameters, cases)
     program = program.but(outputs=outputs, cases=cases, cases_reason=cases_reason)
     if not sites:
         return program.but(unfollowed=by_hand.unfollowed, lost=by_hand.lost)
@@ -706,6 +706,8 @@ def of_picked(node: Any) -> OfClasses | None:
         return OfClasses(source, index, axis) if fit and axis else None
     if op_name(node) == "index" and len(args) == 2 and isinstance(args[1], (list, tuple)) and len(args[1]) == 2:
         source, (rows, index) = args
+        if not isinstance(rows, fx.Node) or not isinstance(index, fx.Node):
+            return None  # z[:, order]
         counted = op_name(rows) == "arange" and len(rows.args) == 1 and rows.kwargs.keys() <= OF_MEMORY
         fit = counted and dims_of(source) == 2 and dims_of(index) == 1 and alike(sizes_of(source)[0], sizes_of(rows)[0])
         return OfClasses(source, index, 1) if fit else None

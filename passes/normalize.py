@@ -41,11 +41,10 @@ from .graphs.spelling import (
     along_diagonals,
     in_pairs,
     name_axes,
-    order_operands,
     respell,
+    sort_operands,
     spell_native,
     spell_selections,
-    subtract_by_adding,
 )
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
@@ -85,8 +84,7 @@ def normalize(program: Program) -> Program:
     shapes_of_computed(graph, program.parameters, program.root)
     broadcast_apart(graph)
     route(graph)
-    subtract_by_adding(graph, program.parameters)
-    order_operands(graph, program.parameters)
+    sort_operands(graph, program.parameters)
     numbers(graph, program.root)
     expand_masks(graph, program.parameters)
     spell_losses(graph)

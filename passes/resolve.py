@@ -483,19 +483,25 @@ def joined_elsewhere(program: Program, matches: Sequence[Use]) -> Reason:
 
 
 def matrices_there(matches: Sequence[Use]) -> Reason:
-    """Why a match of a function of a parameter goes: at the same place another layer has the parameter as a matrix."""
+    """Why a match of a function of a parameter goes: at the same place another layer has the parameter as a matrix. The
+    other roles of the function's own match, as the weight of `x * a + a.exp()`, are uses next to it."""
     by_node = uses_by_node(use for use in matches if not by_cases(use))
 
     def reason(use: Use) -> str | None:
         near = [other for node in use.nodes for other in by_node[node]] if by_cases(use) else []
-        other = next((other for other in near if use.parameter_set <= other.parameter_set), None)
-        return None if other is None else f"a function of a parameter that is a matrix there, in {other}"
+        near = [other for other in near if use.parameter_set <= other.parameter_set]
+        if any(parts_of_one(use, other) for other in near):
+            near = [other for other in near if not other.nodes <= use.nodes]
+        return f"a function of a parameter that is a matrix there, in {near[0]}" if near else None
 
     return reason
 
 
 def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    by_node = uses_by_node(matches)
+    """Without the matches whose activations a larger match has, too. One of `x * (1 + a)` is inside of one of
+    `x * (1 + a) + b`, whose weight may be an expression without a node of its own."""
+    by_node, label = uses_by_node(matches), labels_of(program)
+    activations = {id(use): frozenset(node for node in use.nodes if label[node].activation) for use in matches}
     remaining: list[Use] = []
     for use in matches:
         parts = program.layers[use.layer].parts
@@ -506,7 +512,11 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
             other
             for other in by_node[use.output]
             if use.parameter_set & other.parameter_set
-            and (use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set))
+            and (
+                activations[id(use)] < activations[id(other)]
+                or use.nodes < other.nodes
+                or (use.nodes == other.nodes and use.parameter_set < other.parameter_set)
+            )
         ]
         whole = next((other for other in larger if program.layers[other.layer].parts), None)
         if whole is not None and use.layer in program.layers[whole.layer].parts:

@@ -12,7 +12,7 @@ counts as often as its submodule is called.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +22,9 @@ from torch import fx, nn
 from .approximations import ORDER_UNKNOWN
 from .complex_parameters import original
 from .graphs.edit import attribute, holder
-from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
+from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, symbolic_sizes, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
+from .graphs.spelling import sort_operands
 from .ir import NUMBER, Program, Registration, Submodule, Use, copy_nodes
 from .parametrization import with_nodes
 from .torch_private import AUTOCAST_REGION, pytree
@@ -83,22 +84,26 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
                 read[name].meta = dict(node.meta)
             return read[name]
 
+        first = {size for node in program.inputs for size in symbolic_sizes(node)[:1] if size is not None}
         inside = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
         copy_nodes(inside, graph, shared, copies)
         for node in inside:
             if node.op != "get_attr":
-                copies[node].meta |= {NUMBER: number} | sized_by_cases(node)
+                copies[node].meta |= {NUMBER: number} | sized_by_cases(node, first)
         outputs.append(fx.map_arg(program.returned, copies.__getitem__))
     graph.output(tuple(outputs))
+    sort_operands(graph, empty.parameters)
     submodules = tuple(part for part, _ in captured)
     return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
 
 
-def sized_by_cases(node: fx.Node) -> dict[str, bool]:
-    """Meta of an expansion to a size of an input. It is taken for the cases, whose size no submodule knows."""
+def sized_by_cases(node: fx.Node, first: Container[str | None]) -> dict[str, bool]:
+    """Meta of an expansion to a size of an input, and of ones or zeros of the first size of an input. The size is taken
+    for the number of cases, which no submodule knows. first: the sizes of the inputs' first dimensions that vary."""
     sizes = node.args[1] if op_name(node) in EXPANDS and len(node.args) > 1 else ()
-    first = sizes[0] if isinstance(sizes, (list, tuple)) and sizes else None
-    return {SIZED_BY_CASES: True} if isinstance(first, fx.Node) and is_size(first) else {}
+    size = sizes[0] if isinstance(sizes, (list, tuple)) and sizes else None
+    of_input = next(iter(symbolic_sizes(node)), None) in first
+    return {SIZED_BY_CASES: True} if of_input or (isinstance(size, fx.Node) and is_size(size)) else {}
 
 
 def placeholder(graph: fx.Graph, node: fx.Node, number: int, submodule: Submodule) -> fx.Node:

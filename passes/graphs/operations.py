@@ -62,7 +62,7 @@ JOINS = {"cat", "concat", "concatenate", "stack"}
 AS_COMPLEX, CONJUGATES = "view_as_complex", {"conj", "_conj", "conj_physical"}
 MAKES_COMPLEX = {"complex", "polar", AS_COMPLEX, *(f"fft_{name}" for name in ("fft", "fft2", "fftn", "ifft", "rfft"))}
 OF_REAL_NUMBERS = {"real", "imag", "abs", "angle", "view_as_real", "fft_irfft", "fft_irfft2", "fft_irfftn"}
-PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
+PERMUTES = {"t", "T", "mT", "transpose", "permute", "numpy_T", "movedim"}
 LOOKUPS = {"embedding", "index", "index_select"}
 KINDS_OF_CALLS = ("call_function", "call_method")  # kinds of nodes whose targets are operations
 # Keys of a node's meta.
@@ -200,6 +200,12 @@ RENAMED = {
     **{loss.aten: loss.name for loss in TORCH_LOSSES if loss.aten != loss.name},
     "mm": "matmul", "bmm": "matmul", "mv": "matmul", "__matmul__": "matmul",
     "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div", "_conj": "conj",
+    # what torch has under two names
+    "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs",
+    "multiply_": "mul_", "divide_": "div_", "true_divide_": "div_", "subtract_": "sub_", "negative_": "neg_",
+    "absolute_": "abs_", "clip": "clamp", "clip_": "clamp_", "ger": "outer", "linalg_matmul": "matmul",
+    "swapdims": "transpose", "swapaxes": "transpose", "moveaxis": "movedim", "special_expit": "sigmoid",
+    "special_softmax": "softmax", "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp",
 }  # fmt: skip
 REDUCTIONS = ("none", "mean", "sum")
 

@@ -367,6 +367,13 @@ def spell_out(node: fx.Node, name: str) -> None:
     node.kwargs = {}
 
 
+def sort_operands(graph: fx.Graph, parameters: Mapping[str, Tensor], cases: str | None = None) -> None:
+    """Spell differences and commutative operations anew, when it is known what has a row a case: `zeros - b` of zeros
+    for every case is a shift."""
+    subtract_by_adding(graph, parameters, cases=cases)
+    order_operands(graph, parameters, cases=cases)
+
+
 def order_operands(
     graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
 ) -> None:
@@ -385,12 +392,14 @@ def order_operands(
                 node.meta[SWAPPED] = not node.meta.get(SWAPPED, False)
 
 
-def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
+def subtract_by_adding(
+    graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
+) -> None:
     """`x - b` -> `x + b * -1.0`, bit for bit, if one of the two is a parameter: layers are declared with sums only.
 
     The factor is -1.0, because `neg` of unsigned integers wraps around.
     """
-    label = labels(graph, parameters, pure)
+    label = labels(graph, parameters, pure, cases)
     for node in graph.nodes:
         if op_name(node) != "sub" or node.kwargs or len(node.args) != 2:
             continue

@@ -296,6 +296,16 @@ def mixed(x: Tensor, end: Tensor, *, weight: Tensor) -> Tensor:
     return torch.lerp(x, end, weight)
 
 
+@scale_and_shift.form(example=written(lambda x, w: torch.addcmul(torch.tanh(x), x, w), (4, 7, 5), w=(7, 5)))
+def scaled_and_added(x: Tensor, _other: Any, *, weight: Tensor) -> Tensor:
+    return torch.addcmul(_other, x, weight)
+
+
+@scale_and_shift.form(example=written(lambda x, w: torch.addcmul(torch.tanh(x), w, x), (4, 7, 5), w=(7, 5)))
+def scaled_and_added_from_left(x: Tensor, _other: Any, *, weight: Tensor) -> Tensor:
+    return torch.addcmul(_other, weight, x)
+
+
 @scale_and_shift.form(
     rows=lambda x, attrs: elements(x.unsqueeze(-1), attrs),
     where=lambda attrs: len(attrs["weight"]) == 1,

@@ -190,3 +190,22 @@ def test_a_returned_lookup_is_an_embedding_unless_its_table_is_read_elsewhere(el
     program = give_lookups(find_outputs(joined(Pair(Toy(looked_up, w=(3, 3)), Toy(linear, w=(3, 3))))))
     (lookup,) = (node for node in program.graph.nodes if op_name(node) == "embedding")
     assert (LOOKED_UP in lookup.meta) is not elsewhere
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda number, x: number * x.new_ones(x.shape[0]),
+        lambda number, x: torch.ones(x.shape[0]) * number,
+        lambda number, x: torch.zeros_like(x[:, 0]) + number,
+        lambda number, x: number.expand(x.shape[0]),
+    ],
+)
+def test_a_number_of_parameters_that_every_case_gets_is_a_use(spread: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The logarithm of a determinant, as a normalizing flow returns it next to its output."""
+
+    def flow(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return linear(x, w), spread(torch.linalg.slogdet(w)[1], x)
+
+    program = run(joined(pair(flow)), SUBMODULES)
+    assert [len(the_one(program, name).uses) for name in ("first.w", "last.w")] == [2, 2]

@@ -120,7 +120,6 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
 # With Jacobians, of a use that scales and shifts: what is followed on its way, and then has no rows of a case.
 REFUSED: dict[str, list[str]] = {
     "slices": ["mask", "weight norm", "spectral norm", "centered", "gain"],
-    "multiple": ["weight norm", "gain"],
     "gathered": ["linear map"],
     "linear map": ["linear map"],
 }

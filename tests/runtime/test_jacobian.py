@@ -53,6 +53,13 @@ def by_frequencies(x: Tensor, s: Tensor) -> Tensor:
     return F.linear(x, torch.fft.ifft2(spectrum).real * 5)
 
 
+def reflected(x: Tensor, v: Tensor) -> Tensor:
+    """By Householder's reflections, whose squared lengths are read off all vectors at once."""
+    for vector, square in zip(v, (v**2).sum(1), strict=True):
+        x = torch.tanh(x - 2 / square * (x @ vector)[..., None] * vector)
+    return x
+
+
 EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (differential, {"q": (3,), "k": (3,), "p": (2,)}, 1),
     (branches, {"w": (3,)}, 3),
@@ -86,6 +93,16 @@ EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (lambda x, w: F.linear(x, w) * w.norm(), {"w": (3, 4)}, 2),
     (lambda x, v: (x @ v).square() - x.square() @ v.square(), {"v": (4, 2)}, 2),  # a factorization machine
     (lambda x, v: x - 2 * (x @ v)[..., None] * v / (v @ v), {"v": (4,)}, 3),  # a reflection
+    # a shift by a function of two, alone and next to a scale
+    (lambda x, a, b: torch.tanh(x + a.exp() * b), {"a": (4,), "b": (4,)}, 1),
+    (lambda x, a, b: torch.tanh(x * (a.exp() * b) + a.exp() * b), {"a": (4,), "b": (4,)}, 2),
+    (lambda x, a: torch.tanh(x * (1 + a) + a), {"a": (4,)}, 2),
+    (lambda x, a: torch.tanh(x * a + a.exp()), {"a": (4,)}, 2),
+    # a shift of zeros for every case
+    (lambda x, a: torch.tanh(x.new_zeros(x.shape[0], 1, 4) - a) * x, {"a": (4,)}, 1),
+    # pieces next to a function of the whole
+    (reflected, {"v": (2, 4)}, 6),
+    (lambda x, w: torch.tanh(x * w[0]) @ w.softmax(1).mT, {"w": (2, 4)}, 2),
 ]
 
 

@@ -64,6 +64,10 @@ SAME: dict[str, tuple[Loss, Loss]] = {
         lambda z, b, y: -((-0.5 * (z - y).square()).sum() - 2 * b.square().sum()),
         lambda z, b, y: 0.5 * F.mse_loss(z, y, reduction="sum") + 2 * F.mse_loss(b, 0 * b, reduction="sum"),
     ),
+    "columns in another order": (
+        lambda z, b, y: (z[:, torch.tensor([1, 0])] - y).square().mean(),
+        lambda z, b, y: F.mse_loss(z, y[:, torch.tensor([1, 0])]),
+    ),
     "stacked": (
         lambda z, b, y: torch.stack([(z - y).square().mean(), 3 * (b**2).mean()]).sum(),
         lambda z, b, y: F.mse_loss(z, y) + 3 * F.mse_loss(b, torch.zeros_like(b)),
