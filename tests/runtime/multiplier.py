@@ -11,14 +11,18 @@ class Multiplier:
     """
     Attributes:
         trust: T, by which the bound is wider.
-        agreement, agreed: A at the last check, and whether it was large at the last two.
+        agreement, least: A at the last check, and the smaller one of the last two.
         gained: the factor in m that comes from agreement.
         promised: the fall of the loss that the last check predicted for its step.
     """
 
     def __init__(self) -> None:
         self.value, self.peak, self.steps = 1.0, 0.0, 0
-        self.trust, self.agreement, self.agreed, self.gained, self.promised = 1.0, 1.0, False, 1.0, 0.0
+        self.trust, self.agreement, self.least, self.gained, self.promised = 1.0, 1.0, 0.0, 1.0, 0.0
+
+    @property
+    def agreed(self) -> bool:
+        return self.least >= 0.75
 
     def grow(self, gradient: Tensor, last_update: Tensor, lr: float) -> None:
         """By the cosine of two vectors, where a zero has none, and the part of lr in the largest one so far.
@@ -46,8 +50,7 @@ class Multiplier:
             ten times too long for a bound without trust.
         """
         agreement = max(-1.0, min(1.0, fall / (steps * self.promised))) if self.promised else 0.0
-        self.agreed = min(agreement, self.agreement) >= 0.75
-        self.agreement = agreement
+        self.least, self.agreement = min(agreement, self.agreement), agreement
         gives_way = narrow and self.promised > 0 and self.steps <= 21 and -0.1 <= agreement <= 0.5
         if gives_way:
             self.trust = min(64.0, 8 * self.trust)
@@ -55,13 +58,18 @@ class Multiplier:
             self.trust /= 2
         return gives_way
 
-    def later(self, rho: float) -> float:
-        """The factor of m at a later check. rho: under the bound without trust."""
-        factor = max(1 / self.gained, min(1.0, 1 / self.value))
-        if self.agreed:
-            room = max(1.0, 30 / self.value)
-            factor = min(2.0, room, max(1.0, 0.75 / rho)) if rho and self.steps <= 6 else 1.0
-        self.gained = self.gained * factor if self.agreed else 1.0
+    def later(self, rho: float, best: float, lr: float) -> float:
+        """The factor of m at a later check. rho: under the bound without trust. best: the length for its batch at which
+        the quadratic model is least, in steps."""
+        by_bound = max(1.0, min(2.0, 0.75 / rho, 30 / self.value)) if rho else 1.0
+        quarter = 0.25 * self.agreement * best * lr / self.peak
+        factor = max(1.0, min(by_bound, quarter)) if self.steps <= 21 and self.least >= 0.4 else 1.0
+        if self.agreed and self.steps <= 6:
+            factor = by_bound
+            self.gained *= factor
+        elif not self.agreed:
+            factor = max(1 / self.gained, min(1.0, 1 / self.value)) if self.gained > 1 else factor
+            self.gained = 1.0
         self.value *= factor
         return factor
 

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
+from kfac_fx.optim.checks import Check
+from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rules import EigenMoments
 from tests.runtime.test_checks_adaptive import fisher, theta
 
 CHECKS = (0, 1, 2, 5, 10, 20, 30)
@@ -67,13 +70,13 @@ def test_the_multiplier_grows_faster_where_batches_agree_and_gives_it_back_where
     for _ in range(6):
         step(net, opt, data(0, noise=False, cases=64))
         gained.append(scalar(opt, "advance"))
-    assert scalar(opt, "agreed") == 1 and gained[0] == 1 and 1 < gained[1] < gained[2] < gained[5] <= 8
+    assert scalar(opt, "agreed") >= 0.75 and gained[0] == 1 and 1 < gained[1] < gained[2] < gained[5] <= 8
     assert gained[2] == gained[3] == gained[4]  # at checks alone
     for number in range(6, 10):
         step(net, opt, data(number, noise=True))
     before = scalar(opt, "multiplier")
     step(net, opt, data(10, noise=True))
-    assert scalar(opt, "agreed") == 0 and scalar(opt, "advance") == 1
+    assert scalar(opt, "agreed") < 0.75 and scalar(opt, "advance") == 1
     assert scalar(opt, "multiplier") < math.e * before / gained[5]
 
 
@@ -87,15 +90,61 @@ def test_the_multiplier_advances_in_the_first_five_steps_alone() -> None:
             opt.scalars["multiplier"].fill_(1.0)  # far below the bound
         step(net, opt, data(0, noise=False, cases=64))
         gained.append(scalar(opt, "advance"))
-    assert scalar(opt, "agreed") == 1 and gained[5] == 2 * gained[4] and gained[10] == gained[5]
+    assert scalar(opt, "agreed") >= 0.75 and gained[5] == 2 * gained[4] and gained[10] == gained[5]
 
 
 def test_batches_of_noise_lengthen_no_step() -> None:
     net, opt = made()
     for number in range(31):
         step(net, opt, data(number, noise=True))
-        assert scalar(opt, "agreed") == 0
+        assert scalar(opt, "agreed") < 0.75
         assert scalar(opt, "trust") == scalar(opt, "advance") == 1
+
+
+def test_the_multiplier_goes_a_quarter_of_the_way_that_is_best_for_other_batches(monkeypatch: Any) -> None:
+    """At the checks of the first twenty steps alone, to twice its value at most, where two checks in a row say so. The
+    bound is too wide to be felt."""
+    best, factors, along, advance = list[float](), list[float](), Check.along, EigenMoments.advance
+
+    def noted(check: Check, flat: FlatParameters, move: Tensor) -> Any:
+        result = along(check, flat, move)
+        best.append(-float(result[1] / result[0]))
+        return result
+
+    def seen(rule: EigenMoments, *args: Any) -> Tensor:
+        factors.append(float(result := advance(rule, *args)))
+        return result
+
+    monkeypatch.setattr(Check, "along", noted)
+    monkeypatch.setattr(EigenMoments, "advance", seen)
+    net, opt = made(bound=1e9)
+    least, ways = list[float](), list[float]()
+    for number in range(31):
+        opt.param_groups[0]["lr"] = 1.0 if number < 2 else 0.5
+        if number in CHECKS:
+            opt.scalars["multiplier"].fill_(4.0 if number <= 20 else 1.0)  # so that steps are too short
+        step(net, opt, data(number, noise=False, cases=64))
+        if number in CHECKS:
+            least.append(scalar(opt, "agreed"))
+            ways.append(0.25 * scalar(opt, "agreement") * best[-1] * opt.param_groups[0]["lr"])
+    expected = [max(1.0, min(2.0, way)) if of >= 0.4 else 1.0 for of, way in zip(least, ways, strict=True)]
+    late = CHECKS.index(10), CHECKS.index(20)
+    assert [factors[n] for n in late] == pytest.approx([expected[n] for n in late], rel=1e-6)
+    assert any(1 < factors[n] < 2 for n in late)
+    assert ways[CHECKS.index(30)] > 1 and factors[CHECKS.index(30)] == 1
+
+
+@pytest.mark.parametrize(("last", "grows"), [(0.1, False), (1.0, True)])
+def test_one_check_alone_does_not_lengthen_steps(last: float, grows: bool) -> None:
+    """In a deep network without skips the curvature may be another one at the next check. last: A before it."""
+    net, opt = made(bound=1e9)
+    for number in range(10):
+        step(net, opt, data(0, noise=False, cases=64))
+    opt.scalars["agreement"].fill_(last)
+    opt.scalars["multiplier"].fill_(0.5)
+    step(net, opt, data(0, noise=False, cases=64))
+    assert scalar(opt, "agreement") > 0.4 and scalar(opt, "agreed") <= last
+    assert (scalar(opt, "multiplier") > 0.75) == grows
 
 
 def test_trust_widens_the_bound_where_the_quadratic_model_is_right_and_batches_agree() -> None:

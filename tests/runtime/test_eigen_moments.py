@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import EPSILON, Means, basis_of, eigenvalues_of, in_new_basis, means_of, update_bases
+from kfac_fx.optim.checks import Check
+from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases
@@ -276,7 +279,18 @@ def step(net: CompiledModule, opt: KFAC, number: int) -> None:
     x, y = data(number)
     opt.zero_grad()
     F.mse_loss(net(x), y).backward()
-    opt.step()
+    along = Check.along
+
+    def noted(check: Check, flat: FlatParameters, move: Tensor) -> Any:
+        result = along(check, flat, move)
+        BEST[:] = [-float(result[1] / result[0])]
+        return result
+
+    with mock.patch.object(Check, "along", noted):
+        opt.step()
+
+
+BEST: list[float] = []  # the best length for the batch of the last check, in steps
 
 
 class Slow:
@@ -355,8 +369,8 @@ class Slow:
         if self.t == 1:
             self.multiplier.first(1 / self.bound)
         elif self.checks:
-            self.multiplier.agreed = bool(opt.scalars["agreed"])
-            self.multiplier.later(1 / self.bound)
+            self.multiplier.agreement, self.multiplier.least = (float(opt.scalars[k]) for k in ("agreement", "agreed"))
+            self.multiplier.later(1 / self.bound, BEST[0], 0.5)
         return self.multiplier.value
 
 

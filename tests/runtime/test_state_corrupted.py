@@ -219,10 +219,7 @@ def test_further_faults(path: Path, value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        *(
-            (name, 0.5, "is 0.5, and must be a whole number")
-            for name in ("bounded", "long", "undone", "others", "agreed")
-        ),
+        *((name, 0.5, "is 0.5, and must be a whole number") for name in ("bounded", "long", "undone", "others")),
         *((name, 0.5, "is 0.5, and must be a whole number") for name in ("repeats", "taken", "exact_steps", "steps")),
         ("phase", 33.25, "is 33.25, and must be a whole number"),
         *((name, 4.0, "counts 4 steps, and there were 3") for name in ("taken", "exact_steps", "steps")),

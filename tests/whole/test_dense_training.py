@@ -258,7 +258,8 @@ class Dense:
             at = dict(zip(self.parameters, self.at_last, strict=True))
             fall = F.cross_entropy(functional_call(self.model, at, (x,)), y).item() - loss.item()
             self.multiplier.arrived(fall, self.k - 1 - self.last_check)
-            delta = self.multiplier.later(rho) * delta
+            best = float(g @ delta) / float(delta @ fisher @ delta)
+            delta = self.multiplier.later(rho, best, 0.5) * delta
         self.last_check, self.at_last = self.k - 1, here
         self.move(delta)
         change = F.cross_entropy(self.model(x), y).item() - loss.item()

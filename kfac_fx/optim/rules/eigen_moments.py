@@ -81,6 +81,17 @@ T is the radius of a trust region (Conn, Gould & Toint 2000, "Trust region metho
 `norm_constraint`. The first check without agreement divides m by what it has gained from agreement, because the cosines
 alone would take long to do so.
 
+**The best length for others.** The slope of other batches along a step δ is A times that of its own batch, and their
+curvature is alike. So a step s times as long is best for them. Where A >= `USEFUL` at two checks in a row, m goes a
+part of the way at the checks of the first `YOUTH` steps:
+
+    s = -A <g, δ> / <δ, F δ>
+    m <- m min(`AGAIN`, s `PART` lr / lr₀, `ADVANCE_AGAIN` / (T ρ)), at least m
+
+The cosines alone take long to find that steps are too short. In many dimensions most of an update is noise, and its
+angle with the gradient is nearly a right one, though the loss falls along it. One check is no ground for this: in a
+deep network without skips the curvature may become twenty times as large within the next steps.
+
 **Noise.** A step moves the predictions of its own batch further than those of others, because it learns the noise of
 its batch. Where batch normalization meets few cases, it moves them many times as far, so that the bound would hold the
 training where it is. So the bound gives way if it shortens steps by much, and they do little to a batch that
@@ -156,7 +167,6 @@ from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup, FixedMatrices
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import (
-    A_FLAG,
     A_NUMBER_OF_STEPS,
     NOT_NEGATIVE,
     Values,
@@ -199,13 +209,14 @@ AGREEMENT = 0.75  # of batches, from which steps do what their checks predicted
 EARLY = 5  # steps, whose checks take m on if batches agree
 APART = 0.5  # of the slope along a step: what the outputs tell at least of a loss that checks see
 ADVANCE_AGAIN, AGAIN = 0.75, 2.0  # to this part of the bound, at most times `AGAIN`
+USEFUL, PART = 0.4, 0.25  # A, from which m goes to this part of the best length for others
 RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
 NARROW = 10.0  # by which a bound shortens steps, if it is to be doubted
 UNLIKE = 0.5  # A of batches that are noise, at most
 HARM = 0.1  # -A of steps that harm other batches, at least
 DOUBT, MOST_DOUBT = 8.0, 64.0  # T, where the bound is that of the noise
-YOUTH = 20  # steps, whose checks may find that
+YOUTH = 20  # steps, whose checks may find that, and the best length for others
 LEAST, MOST = 0.1, 30.0  # of m
 LARGER = 4.0  # than the unit of losses without a name: that of a batch with an outlier, at most
 SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
@@ -253,7 +264,7 @@ class EigenMoments(CheckedRule):
         "trust": 1.0,  # T
         "advance": 1.0,  # the part of m that comes from agreement
         "agreement": 1.0,  # A at the last check, from -1 to 1
-        "agreed": 0.0,  # whether it was large at the last two
+        "agreed": 0.0,  # the smaller one of the last two
         "unit": 0.0,  # u², of losses without a name
         **exact_steps.EXACT_SCALARS,
     }
@@ -266,7 +277,7 @@ class EigenMoments(CheckedRule):
         "trust": Values(1, MOST_DOUBT),
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
-        "agreed": A_FLAG,
+        "agreed": Values(-1, 1),
         "unit": NOT_NEGATIVE,
         **exact_steps.EXACT_VALUES,
         **MEAN_VALUES,
@@ -490,7 +501,8 @@ class EigenMoments(CheckedRule):
         if self.may_be_exact(step, check):
             longest = exact_steps.longest_bounded(step.scalars, check, longest)
         norm = (fisher / longest).sqrt() / step.scalars["trust"]
-        times = self.advance(step, norm, self.sees_part(step, check, slope, proposed))
+        ok = step.ok if update.ok is None else update.ok
+        times = self.advance(step, ok, norm, -slope / fisher, self.sees_part(step, check, slope, proposed))
         norm = norm * times
         ratio = next_divisor(last, norm)
         length = times / ratio
@@ -516,23 +528,27 @@ class EigenMoments(CheckedRule):
         whole = step.flat.inner(step.flat.g, proposed)
         return (whole < 0) & (slope > APART * whole)
 
-    def advance(self, step: BlockStep, norm: Tensor, in_part: Tensor) -> Tensor:
-        """Take m a part of the way that the bound allows, or back. Returns by how much it was multiplied, 0-dim.
+    def advance(self, step: BlockStep, ok: Tensor, norm: Tensor, best: Tensor, in_part: Tensor) -> Tensor:
+        """Take m a part of the way that the bound and other batches allow, or back. Returns by how much it was
+        multiplied.
 
-        norm: lr ρ, 0-dim. in_part: see `sees_part`.
+        All are 0-dim. ok: whether the gradient was taken. norm: lr ρ. best: the best length for the batch of the check,
+            in steps. in_part: see `sees_part`.
         """
-        multiplier, gained, agreed = (step.scalars[name] for name in ("multiplier", "advance", "agreed"))
-        lr = step.flat.largest_lr
-        early = step.scalars["steps"] <= EARLY + 1  # it counts the step of this check
+        scalars, lr, first = step.scalars, step.flat.largest_lr, step.size.norm.isinf()
+        multiplier, gained, steps, least = (scalars[name] for name in ("multiplier", "advance", "steps", "agreed"))
+        agreed, early, young = least >= AGREEMENT, steps <= EARLY + 1, steps <= YOUTH + 1  # with the step of this check
         again = torch.minimum(
-            multiple(norm * step.scalars["trust"], lr, ADVANCE_AGAIN, AGAIN), (MOST / multiplier).clamp(min=1.0)
+            multiple(norm * scalars["trust"], lr, ADVANCE_AGAIN, AGAIN), (MOST / multiplier).clamp(min=1.0)
         )
+        for_others = (PART * scalars["agreement"] * best * lr / scalars["peak_lr"]).nan_to_num(0.0, 0.0, 0.0)
+        for_others = torch.where(young & (least >= USEFUL), torch.minimum(again, for_others).clamp(min=1.0), 1.0)
         back = torch.maximum(1 / gained, (1 / multiplier).clamp(max=1.0))
-        later = torch.where(agreed > 0, torch.where(early, again, 1.0), back)
-        first = step.size.norm.isinf()
+        later = torch.where(agreed, torch.where(early, again, for_others), torch.where(gained > 1, back, for_others))
         careful = torch.where(in_part, LEAST / multiplier, multiple(norm, lr, ADVANCE, FIRST))
-        times = torch.where(first, careful, later)
-        gained.copy_(torch.where(first | ~(agreed > 0), 1.0, gained * times))
+        times = torch.where(ok, torch.where(first, careful, later), 1.0)
+        keeps = torch.where(early & ~first, gained * times, gained)
+        gained.copy_(torch.where(ok & (first | ~agreed), 1.0, keeps))
         multiplier.mul_(times)
         return times
 
@@ -553,7 +569,7 @@ class EigenMoments(CheckedRule):
             return
         self.forget_update(step, outcome.tried & ~outcome.kept)
         trust, limits = step.scalars["trust"], measured.norm >= NEAR * measured.ratio
-        right = ((outcome.rho - 1).abs() <= RIGHT) & (step.scalars["agreed"] > 0)
+        right = ((outcome.rho - 1).abs() <= RIGHT) & (step.scalars["agreed"] >= AGREEMENT)
         more = torch.where(
             outcome.kept & limits & right, MORE_TRUST, torch.where(outcome.rho > WRONG, 1.0, 1 / MORE_TRUST)
         )
@@ -587,7 +603,7 @@ class EigenMoments(CheckedRule):
         promised = check.steps * step.scalars["promised"]
         known = (promised > 0) & check.rise.isfinite()
         agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
-        agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
+        agreed.copy_(torch.minimum(agreement, last))
         last.copy_(agreement)
         self.doubt(step, agreement, known & ~risen)
         if self.may_be_exact(step, check):
