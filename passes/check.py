@@ -11,7 +11,7 @@ under `strict`; `check_registration` refuses always, with all culprits in one er
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -259,9 +259,12 @@ def refuse_unmatched(program: Program) -> None:
         )
 
 
-def refuse_generic(program: Program) -> None:
+def refuse_generic(program: Program, known: Container[Registration] = ()) -> None:
+    """Raises RegistrationError for generic registrations that nobody asked for. known: others, which may stay."""
     generic = [
-        registration for registration in program.registrations if registration.generic and registration.reason != WANTED
+        registration
+        for registration in program.registrations
+        if registration.generic and registration.reason != WANTED and registration not in known
     ]
     if generic:
         rows = [(", ".join(registration.parameters), registration.reason or "") for registration in generic]

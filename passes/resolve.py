@@ -44,6 +44,7 @@ from .approximations import (
     OTHER_ROWS,
     POOLED,
     SUMMED,
+    TIME,
     UNTIED,
     Approximation,
 )
@@ -735,8 +736,10 @@ def refuse_others(program: Program, registrations: Iterable[Registration]) -> No
     for registration in registrations if program.options.strict else ():
         asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
         honored = asked | {KRON_INDEP.name} if KRON.name in asked else asked
-        if asked and registration.approximation not in honored:
-            rows.append((", ".join(registration.parameters), registration.reason or ""))
+        reason = registration.reason or ""
+        # The Kronecker product of one use is its series, too.
+        if asked and registration.approximation not in honored and TIME["several uses"] not in reason:
+            rows.append((", ".join(registration.parameters), reason))
     if rows:
         raise ApproximationError(
             f"approximations that cannot be honored:\n{table(rows)}\n"

@@ -343,7 +343,7 @@ class Capturing:
             if self.by_hand:
                 raise
             recorder = self.divided(args, kwargs, error)
-            if first and all(isinstance(leaf, (int, float, str)) for leaf in pytree.tree_leaves((args, kwargs))):
+            if first and all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves((args, kwargs))):
                 warn_user(UserWarning(NO_TENSORS.format(class_of(self.model).__name__)))
             return recorder
 

@@ -465,7 +465,7 @@ def demoted(
     unused = tuple(name for name in program.unused if name not in missed)
     result = program.but(registrations=tuple(registrations), unused=unused)
     if program.options.strict:
-        refuse_generic(result)
+        refuse_generic(result, program.registrations)
         refuse_others(result, (registration for registration in registrations if not registration.generic))
     return result
 
