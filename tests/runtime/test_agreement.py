@@ -138,7 +138,7 @@ def test_the_multiplier_goes_a_quarter_of_the_way_that_is_best_for_other_batches
 def test_one_check_alone_does_not_lengthen_steps(last: float, grows: bool) -> None:
     """In a deep network without skips the curvature may be another one at the next check. last: A before it."""
     net, opt = made(bound=1e9)
-    for number in range(10):
+    for _ in range(10):
         step(net, opt, data(0, noise=False, cases=64))
     opt.scalars["agreement"].fill_(last)
     opt.scalars["multiplier"].fill_(0.5)
