@@ -1900,13 +1900,18 @@ class Reached(NamedTuple):
 
 
 def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Reached]:
-    """The losses whose inputs have a gradient of the trained loss that is finite.
+    """The losses whose inputs have a gradient of the trained loss that is finite, and that no other loss is in.
 
     reduction, loss_scale: as of `check_scale`.
     """
     leaves, weighted = watched.losses()
     arrived, spec = watched.arrived(), watched.recorder.loss
-    pairs = [(loss, weight, gradient_behind(loss.inputs, leaves, arrived)) for weight, _, loss in weighted]
+    shared = {id(loss) for loss in on_shared_elements([loss for _, _, loss in weighted], leaves)}
+    pairs = [
+        (loss, weight, gradient_behind(loss.inputs, leaves, arrived))
+        for weight, _, loss in weighted
+        if id(loss) not in shared
+    ]
     found = []
     for loss, weight, gradient in pairs:
         if gradient is not None and bool(gradient.isfinite().all()):
@@ -1914,6 +1919,24 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
             found.append(Reached(loss, weight, gradient, spec, of_case, watched.only_output(weighted) is not None))
+    return found
+
+
+def on_shared_elements(losses: Sequence[LossFunction], leaves: Sequence[Tensor]) -> list[LossFunction]:
+    """The losses that depend on an element of the leaves on which another one depends, too, as the two cross-entropies
+    of a matrix of similarities and its transpose. A gradient that arrives there is of their sum."""
+    if len(losses) < 2:
+        return []
+    learned = [loss for loss in losses if loss.inputs.requires_grad]
+    each = [by_leaves(loss.inputs, leaves, torch.ones_like(loss.inputs)) for loss in learned]
+    found = []
+    for loss, of_loss in zip(learned, each, strict=True):
+        others = [by_leaf for by_leaf in each if by_leaf is not of_loss]
+        pairs = [
+            (a, b) for other in others for a, b in zip(of_loss, other, strict=True) if a is not None and b is not None
+        ]
+        if any(bool(((a != 0) & (b != 0)).any()) for a, b in pairs):
+            found.append(loss)
     return found
 
 

@@ -627,6 +627,16 @@ def test_a_gradient_that_fits_no_targets_is_told(loss: Any, mode: str) -> None:
     assert 'write loss="mse"' in text
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_losses_of_a_matrix_and_its_transpose_are_told_as_no_misfit(weight: float) -> None:
+    """The gradient of such similarities is that of both losses, so its sums over classes say nothing of one of them."""
+    pairs = torch.arange(8)
+    both = lambda z: [(weight, losses.Categorical(z)), (weight, losses.Categorical(z.T))]  # noqa: E731
+    net = kfac_fx.compile(nn.Linear(3, 8), loss=both)
+    trained = lambda z: weight * (F.cross_entropy(9 * z, pairs) + F.cross_entropy(9 * z.T, pairs))  # noqa: E731
+    assert not any("fits no targets" in text for text in in_steps(net, trained, X))
+
+
 def test_a_margin_that_is_registered_as_a_cross_entropy_is_told() -> None:
     """Every class pulls on the true one, so the gradients of a case sum to zero, as those of a cross entropy do."""
     net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
