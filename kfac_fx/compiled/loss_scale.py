@@ -1928,16 +1928,15 @@ def on_shared_elements(losses: Sequence[LossFunction], leaves: Sequence[Tensor])
     if len(losses) < 2:
         return []
     learned = [loss for loss in losses if loss.inputs.requires_grad]
-    each = [by_leaves(loss.inputs, leaves, torch.ones_like(loss.inputs)) for loss in learned]
-    found = []
-    for loss, of_loss in zip(learned, each, strict=True):
-        others = [by_leaf for by_leaf in each if by_leaf is not of_loss]
-        pairs = [
-            (a, b) for other in others for a, b in zip(of_loss, other, strict=True) if a is not None and b is not None
-        ]
-        if any(bool(((a != 0) & (b != 0)).any()) for a, b in pairs):
-            found.append(loss)
-    return found
+    number = [torch.zeros_like(leaf, dtype=torch.int64) for leaf in leaves]  # of the losses that depend on an element
+    each = []
+    for loss in learned:
+        gradients = by_leaves(loss.inputs, leaves, torch.ones_like(loss.inputs))
+        each.append([(n, gradient != 0) for n, gradient in enumerate(gradients) if gradient is not None])
+        for n, behind in each[-1]:
+            number[n] += behind
+    pairs = zip(learned, each, strict=True)
+    return [loss for loss, of_loss in pairs if any(bool((number[n][behind] > 1).any()) for n, behind in of_loss)]
 
 
 def without_targets(reached: Reached) -> str | None:

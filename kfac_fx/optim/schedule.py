@@ -70,7 +70,7 @@ FUSED = 10  # the operations of an unrolled recurrent layer for one of its kerne
 
 UPDATES = 2  # of the factors for one of the inverses, at least
 MOST_INTERVALS = 4  # from a check to the next
-AFTERWARDS = (2, 3)  # steps from a check to the next, and to the one after it, where checks in all steps end
+AFTERWARDS = (2, 3)  # steps: from the last of checks in consecutive steps to the next one, and on to that after it
 DENSER = 5  # times, where every step has a check and takes about as many times as long
 SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or two steps ago
 

@@ -221,10 +221,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     silent = behind_no_loss(recorder.program, gradients.unreached)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
-    lengths, pooled = (
-        set(first_sizes(args, kwargs)),
-        len(towers) < 2 and are_pooled(recorder, gradients.fisher, examples),
-    )
+    lengths = set(first_sizes(args, kwargs))
+    pooled = len(towers) < 2 and are_pooled(recorder, gradients.fisher, examples)
     for registration in recorder.registrations:
         if registration.generic:
             continue
@@ -430,7 +428,7 @@ def are_pooled(recorder: Recorder, fisher: Sequence[Tensor], examples: int) -> b
     """Whether no output has a row for every example of the inputs. fisher: the Fisher's outputs."""
     if recorder.program.cases is not None and not recorder.program.submodules:
         return has_other_rows(recorder.program)
-    dims = recorder.emitted.case_dims or [0] * len(fisher)
+    dims = recorder.emitted.dims_of_cases(len(fisher))
     return all(output.dim() and output.shape[dim] % examples for output, dim in zip(fisher, dims, strict=True))
 
 
@@ -443,8 +441,8 @@ def by_case(program: Program, registration: Registration) -> bool:
 def demoted(
     program: Program, failed: Mapping[Key, str], changed: Mapping[Key, tuple[str, str]], missed: Sequence[str]
 ) -> Program:
-    """The program with failed registrations generic, and others with another approximation. Raises RegistrationError
-    under `strict` if the user asked for others."""
+    """The program with failed registrations generic, and others with another approximation. Under `strict` raises
+    RegistrationError for the generic ones, and ApproximationError if the user asked for another approximation."""
     registrations: list[Registration] = []
     for registration in program.registrations:
         if registration.parameters in failed:

@@ -277,7 +277,8 @@ def test_exact_steps_go_on_after_points_are_drawn_anew() -> None:
         exact.append(scalar(opt, "exact_steps") > before)
     assert not exact[30] and not exact[60]
     # Two phases in which exact steps are the rule, and one in which bounded steps take turns with them.
-    assert [sum(exact[drawn : drawn + 30]) > least for drawn, least in ((0, 5), (30, 5), (60, 0))] == [True] * 3
+    for drawn, least in ((0, 6), (30, 6), (60, 1)):
+        assert sum(exact[drawn : drawn + 30]) >= least
 
 
 @pytest.mark.parametrize(

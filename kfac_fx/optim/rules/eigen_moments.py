@@ -90,7 +90,7 @@ part of the way at the checks of the first `YOUTH` steps:
 
 The cosines alone take long to find that steps are too short. In many dimensions most of an update is noise, and its
 angle with the gradient is nearly a right one, though the loss falls along it. One check is no ground for this: in a
-deep network without skips the curvature may become twenty times as large within the next steps.
+deep network without skips the curvature may rise many times within the next steps.
 
 **Noise.** A step moves the predictions of its own batch further than those of others, because it learns the noise of
 its batch. Where batch normalization meets few cases, it moves them many times as far, so that the bound would hold the
