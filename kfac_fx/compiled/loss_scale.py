@@ -583,7 +583,6 @@ class Watched:
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
     padding: tuple[Tensor, Sequence[Dims | None]] | None = None  # the mask, and its dimensions in the Fisher's outputs
-    between: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of returned numbers by others before them
     numbers: tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]] = ({}, {})  # returned: losses, and others
     apart: Sequence[int] = ()  # the other returned tensors that no loss of forward reads, by leaf
     of_numbers: dict[int, Tensor] = field(default_factory=dict)  # the gradients of all these that arrived, by leaf
@@ -652,22 +651,10 @@ class Watched:
         gradients = [self.gradients[leaf] for leaf in self.losses_at if leaf in self.gradients]
         return float(gradients[0]) if len(gradients) == len(self.losses_at) == 1 and gradients[0].numel() == 1 else None
 
-    def direct(self) -> dict[int, Tensor]:
-        """By leaf the gradient that arrived on no way through another one: a loss and its parts are both returned, and
-        that of the loss arrives at the parts, too."""
-        found: dict[int, Tensor] = {}
-        for leaf in sorted(self.gradients, key=lambda leaf: len(self.between.get(leaf, {})), reverse=True):
-            gradient = self.gradients[leaf]
-            for later, of_later in found.items():
-                if leaf in (inside := self.between.get(later, {})):
-                    gradient = gradient - of_later * inside[leaf].reshape(gradient.shape)
-            found[leaf] = gradient
-        return found
-
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
         gradients = [torch.zeros_like(value) for value in self.fisher]
-        for leaf, gradient in self.direct().items():
+        for leaf, gradient in self.gradients.items():
             for n, before in enumerate(gradients):
                 if self.inner:
                     gradients[n] = before + gradient * self.inner[leaf][n]
@@ -808,14 +795,13 @@ def watch_leaves(
 ) -> Watched | None:
     """Watch the gradients of some of the returned leaves. hooked, at_outputs: as `hooked_leaves` has them."""
     inner: dict[int, list[Tensor]] = {}
-    between: dict[int, dict[int, Tensor]] = {}
     around: str | None = None
     places = hooked if at_outputs else []
     if places:
         fisher = [leaves[n].detach() for n in places]
     else:
         try:
-            fisher, inner, between, around = within(recorder, values, hooked, start)
+            fisher, inner, around = within(recorder, values, hooked, start)
         except RuntimeError as error:
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
@@ -835,7 +821,6 @@ def watch_leaves(
         part,
         may_be_scaled(fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
-        between=between,
         around=around,
         padding=first_padding(recorder.emitted.padding(values, fisher), cases),
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
@@ -890,9 +875,11 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     """(numbers of the returned leaves through which the loss is trained, whether they are the Fisher's outputs).
 
     Otherwise they are the numbers that forward returns, such as the loss; none if the structure tells nothing. The
-    joined graph of a divided model has the outputs of its submodules, which do not tell what forward returns.
+    joined graph of a divided model has the outputs of its submodules, which do not tell what forward returns. A tensor
+    that is returned twice has one number.
     """
-    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    numbered = {id(leaf): (n, leaf) for n, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+    tensors = dict(sorted(numbered.values(), key=lambda pair: pair[0]))
     numbers = [n for n, leaf in tensors.items() if leaf.requires_grad and leaf.numel() == 1]
     if not recorder.whole:
         if recorder.losses.given is None and recorder.losses.are_known:  # Python computes the loss inside
@@ -903,9 +890,34 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     if not wanted or len(nodes) != len(leaves):
         return [], False
     place = {node: number for number, node in enumerate(nodes) if isinstance(node, fx.Node)}
-    if all(node in place for node in wanted):
-        return [place[node] for node in wanted], True
-    return numbers, False
+    if not all(node in place for node in wanted):
+        return numbers, False
+    places = [place[node] for node in wanted]
+    losses = places_of_losses(recorder, leaves)
+    # A gradient that a returned loss sends into outputs does not tell which of these it comes to first.
+    return (losses, False) if losses and before_others([leaves[n] for n in places]) else (places, True)
+
+
+def apart_from_others(recorder: Recorder, outputs: Any) -> Any:
+    """The outputs, with an alias of each one that another watched one is computed from, as x of (x, x.T): into the
+    alias only the gradient comes that the user sends there, and not that of the other one, too."""
+    leaves, spec = results.tree_flatten(outputs)
+    watched = [leaves[n] for n in hooked_leaves(recorder, leaves)[0]]
+    aliases = {id(leaf): leaf.view_as(leaf) for leaf in before_others(watched)}
+    return results.tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], spec) if aliases else outputs
+
+
+def before_others(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs that others of them are computed from."""
+    learned = list({id(output): output for output in outputs if output.requires_grad}.values())
+    waiting = [output.grad_fn for output in learned if output.grad_fn is not None] if len(learned) > 1 else []
+    seen: set[Any] = set()
+    while waiting:
+        inside = {node for node, _ in waiting.pop().next_functions if node is not None}
+        waiting += inside - seen
+        seen |= inside
+    variables = [node.variable for node in seen if hasattr(node, "variable")]  # parameters and inputs
+    return [output for output in learned if output.grad_fn in seen or any(output is variable for variable in variables)]
 
 
 def losses_apart(recorder: Recorder, leaves: Sequence[Any], places: Sequence[int]) -> list[int]:
@@ -978,30 +990,22 @@ def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
 
 def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
-) -> tuple[list[Tensor], dict[int, list[Tensor]], dict[int, dict[int, Tensor]], str | None]:
-    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, their gradients by
-    the numbers that are before them, and `part_around`."""
+) -> tuple[list[Tensor], dict[int, list[Tensor]], str | None]:
+    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, and `part_around`."""
     live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
     leaves, learned = results.tree_leaves(output), [value for value in fisher if value.requires_grad]
-    inner, between = {}, {}
+    inner = {}
     for n in hooked:
-        others = [m for m in hooked if m != n and leaves[m] is not leaves[n]]
-        by_others = (
-            torch.autograd.grad(leaves[n].sum(), [leaves[m] for m in others], retain_graph=True, allow_unused=True)
-            if others
-            else ()
-        )
-        between[n] = {m: grad for m, grad in zip(others, by_others, strict=True) if grad is not None}
         grads = iter(
             torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
         )
         inner[n] = [next(grads) if value.requires_grad else torch.zeros_like(value) for value in fisher]
     trained = [n for n in hooked if any(leaves[n] is loss for loss in recorder.losses.returned(output))]
     around = part_around(recorder, [leaves[n] for n in trained], fisher, inner[trained[0]], live) if trained else None
-    return [value.detach() for value in fisher], inner, between, around
+    return [value.detach() for value in fisher], inner, around
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -1781,9 +1785,8 @@ def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
 
     later: the forwards of the step after this one, which may take its outputs.
 
-    Their gradient counts as far as the way to the parameters does not pass the outputs that losses read, and that of
-    hidden states as far as it does not come from the other outputs. One forward and a backward for each output, if the
-    trained loss depends on an output that no loss reads.
+    Their gradient counts as far as the way to the parameters does not pass the outputs that losses read. One forward
+    and a backward for each output, if the trained loss depends on an output that no loss reads.
     """
     recorder = watched.recorder
     if recorder.losses.given is None or not recorder.whole or not watched.places:
@@ -1810,26 +1813,18 @@ def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
             leaves[leaf], inputs, whole, retain_graph=True, allow_unused=True, materialize_grads=True
         )
 
-    order = {node: number for number, node in enumerate(recorder.program.graph.nodes)}
-    direct = dict(watched.gradients)
-    later_first = sorted(direct, key=lambda leaf: order[nodes[leaf]], reverse=True)
     through, around = [torch.zeros_like(value) for value in learned], dict[int, list[Tensor]]()
-    for number, leaf in enumerate(later_first):
-        if leaf not in read and float(direct[leaf].norm()) <= SMALL * float(watched.gradients[leaf].norm()):
-            continue  # a hidden state, whose gradient is that of the outputs behind it
-        before = later_first[number + 1 :]
-        found = pulled(leaf, direct[leaf], [*learned, *(leaves[other] for other in before)])
-        of_parameters = list(found[: len(learned)])
-        for other, gradient in zip(before, found[len(learned) :], strict=True):
-            direct[other] = direct[other] - first(gradient, watched.cases)
-            if leaf not in read and other in read:
-                passing = pulled(other, first(gradient, watched.cases), learned)
-                of_parameters = [a - b for a, b in zip(of_parameters, passing, strict=True)]
-                through = [a + b for a, b in zip(through, passing, strict=True)]
+    others = sorted(read)
+    for leaf, arrived in watched.gradients.items():
         if leaf in read:
-            through = [a + b for a, b in zip(through, of_parameters, strict=True)]
-        else:
-            around[leaf] = of_parameters
+            through = [a + b for a, b in zip(through, pulled(leaf, arrived, learned), strict=True)]
+            continue
+        found = pulled(leaf, arrived, [*learned, *(leaves[other] for other in others)])
+        around[leaf] = list(found[: len(learned)])
+        for other, gradient in zip(others, found[len(learned) :], strict=True):
+            passing = pulled(other, first(gradient, watched.cases), learned)
+            around[leaf] = [a - b for a, b in zip(around[leaf], passing, strict=True)]
+            through = [a + b for a, b in zip(through, passing, strict=True)]
     sizes = {leaf: size_of(gradients) for leaf, gradients in around.items()}
     total = size_of(through) + sum(sizes.values())  # NaN has no warning
     told = sorted(

@@ -571,7 +571,8 @@ class LossSpec(DeclaredLosses):
         """The axis of the cases in the inputs of a loss, where they are not the first in all outputs.
 
         It is that of the output that the inputs are; or, of inputs that are computed from outputs, the one along which
-        only the first place changes if the first case does.
+        only the first place changes if the first case does. A function that gives an output to a loss of classes has
+        put the classes last: the rows of x.T are cases, too, where x compares every case with every other.
 
         placed: every one of the Fisher's outputs, and the dimension of its cases.
 
@@ -579,7 +580,7 @@ class LossSpec(DeclaredLosses):
         """
         for value, dim in placed:
             if loss.inputs is value:
-                return dim
+                return 0 if loss.of_classes and dim == value.ndim - 1 and not self.named else dim
         with torch.no_grad():
             changed = [value.clone() for value, _ in placed]
             for value, (_, dim) in zip(changed, placed, strict=True):

@@ -143,7 +143,6 @@ class ObservedForward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights | None = None  # of the forward
     otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
-    between: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # see `derivatives_between`
 
     @cached_property
     def inputs(self) -> Any:
@@ -154,24 +153,12 @@ class ObservedForward:
     def as_arrived(self) -> ObservedForward:
         """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
         the loss, as that of forward and a term of the outputs have."""
-        other, own = self.otherwise, self.own_gradients()
+        other = self.otherwise
         if other is None or not other.gradients:
-            return replace(self, gradients=own)
-        if not own:
+            return self
+        if not self.gradients:
             return other
-        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **own})
-
-    def own_gradients(self) -> dict[int, Tensor]:
-        """The gradients that the user sends into each leaf. Into a part of a loss that is returned, too, the loss sends
-        another one, which would count the part twice."""
-        own = dict(self.gradients)
-        for later in sorted(self.between, key=lambda leaf: -len(self.between[leaf])):  # has all that an earlier one has
-            for earlier, derivative in self.between[later].items():
-                if later in own and earlier in own:
-                    arrived = self.gradients[earlier]
-                    rest = own[earlier] - own[later] * derivative.view_as(arrived)
-                    own[earlier] = torch.where(rest.abs() <= rounding_of(arrived), 0, rest)
-        return own
+        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **self.gradients})
 
     @staticmethod
     def of(
@@ -196,9 +183,7 @@ class ObservedForward:
                 take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
             return forward
 
-        between = derivatives_between(returned, leaves)
         forward = at(leaves, at_outputs)
-        forward.between = between
         if at_outputs and (losses := losses_apart(recorder, returned, leaves)):
             forward.otherwise = at(losses, False)
         return forward
@@ -213,22 +198,6 @@ class ObservedForward:
             return
         taken = gradient.detach().clone()
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
-
-
-def derivatives_between(returned: Sequence[Any], leaves: Sequence[int]) -> dict[int, dict[int, Tensor]]:
-    """The derivatives of returned numbers by those that they are computed from: of a loss by its parts. {leaf: {earlier
-    leaf: derivative}}."""
-    numbers = [leaf for leaf in dict.fromkeys(leaves) if returned[leaf].numel() == 1 and returned[leaf].requires_grad]
-    found: dict[int, dict[int, Tensor]] = {}
-    for leaf in numbers if len(numbers) > 1 else ():
-        others = [other for other in numbers if other != leaf]
-        derivatives = torch.autograd.grad(
-            returned[leaf].sum(), [returned[other] for other in others], retain_graph=True, allow_unused=True
-        )
-        pairs = zip(others, derivatives, strict=True)
-        if of_leaf := {other: derivative for other, derivative in pairs if derivative is not None}:
-            found[leaf] = of_leaf
-    return found
 
 
 def rounding_of(gradient: Tensor) -> Tensor:

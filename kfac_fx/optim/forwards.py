@@ -40,7 +40,14 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
-from kfac_fx.compiled.loss_scale import LossScaleWarning, Watched, check_scale, watch, watch_unnamed
+from kfac_fx.compiled.loss_scale import (
+    LossScaleWarning,
+    Watched,
+    apart_from_others,
+    check_scale,
+    watch,
+    watch_unnamed,
+)
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_kind, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
@@ -635,22 +642,23 @@ class Forwards:
             return self.generator
         return replicas.stream(self.generator, schedule.burned_in, schedule.counter, self.seen.forwards)
 
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
-        gradients that the user's backward sends into them."""
+        gradients that the user's backward sends into them. Returns the outputs that the user gets."""
         if self.unnamed:
             self.unnamed = False
             warn_user(UserWarning(WITHOUT_LOSS.format(place_of_tensor(outputs))))
         batch, self.batch = self.batch, None
         if self.paused or batch is None:
-            return
+            return outputs
         if batch.recorded is not None:
             rounding = self.net.rounding(args, kwargs)
             self.estimator.outputs.add(differ(batch.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
             batch.recorded = None
         batch.backward.wait_at(outputs)
         if (recorder := batch.recorder) is None:
-            return
+            return outputs
+        outputs = apart_from_others(recorder, outputs)
         if self.schedule.checking:
             precision = CheckPrecision.of_call(recorder, args, kwargs)
             batch.observed = ObservedForward.of(recorder, args, kwargs, outputs, precision)
@@ -662,6 +670,7 @@ class Forwards:
                     batch.watched = watch(recorder, args, kwargs, outputs, batch.start)
                 else:
                     batch.watched = watch_unnamed(recorder, outputs)
+        return outputs
 
     def gradients_zeroed(self) -> None:
         if not self.paused:

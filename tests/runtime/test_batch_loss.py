@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products
+from kfac_fx.compiled.loss_scale import apart_from_others
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.passes.tracing.effects import RandomState
@@ -76,7 +77,7 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
     """After a forward and a backward of every call."""
     forwards = []
     for args, loss in calls:
-        outputs = net(*args)
+        outputs = apart_from_others(net.recorder(args, {}), net(*args))
         forwards.append(ObservedForward.of(net.recorder(args, {}), args, {}, outputs))
         (loss_scale * loss(outputs)).backward()
     arrived = [forward.as_arrived for forward in forwards]
@@ -266,6 +267,89 @@ def test_parts_of_a_loss_that_are_returned_next_to_it_count_once(
         same = observed(detached, ((X, VALUES), trained))
         torch.testing.assert_close((fisher, slope), same.along(parameters, direction)[:2])
         torch.testing.assert_close(batch.value(batch.at(parameters)), same.value(same.at(parameters)))
+
+
+class Similarities(nn.Module):
+    """Compares every x with every y, each of which may be as many as the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(4, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = self.first(x).tanh() @ self.second(y).tanh().T
+        return z, z.T
+
+
+class WithOthers(nn.Module):
+    """Returns outputs that are computed from one another, and a parameter that they are computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = self.inner(x)
+        return z, z.square() - 1, (z + z.square()).sin(), self.inner[0].weight, z
+
+
+OF_ONE_ANOTHER: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Callable[[Any], Tensor]]] = {
+    "a matrix and its transpose": (
+        Similarities,
+        (X, VALUES),
+        lambda o: [losses.Categorical(o[0]), (2.0, losses.Categorical(o[1]))],
+        lambda o: F.cross_entropy(o[0], CLASSES) + 2 * F.cross_entropy(o[1], CLASSES.flip(0)),
+    ),
+    "outputs of one tensor": (
+        WithOthers,
+        (X,),
+        lambda o: [losses.Categorical(o[0]), losses.Normal(o[1]), (0.5, losses.MultiBernoulli(o[2]))],
+        lambda o: (
+            F.cross_entropy(o[0], CLASSES) + (o[1] - VALUES).square().sum(1).mean()
+            + 0.5 * F.binary_cross_entropy_with_logits(o[2], VALUES, reduction="sum") / CASES
+        ),
+    ),
+    "a term of a parameter": (
+        WithOthers,
+        (X,),
+        lambda o: losses.Categorical(o[0]),
+        lambda o: F.cross_entropy(o[4], CLASSES) + 0.1 * o[3].sum(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ONE_ANOTHER)
+def test_a_gradient_counts_at_the_output_that_the_user_sends_it_to(name: str) -> None:
+    """That of x.T passes x, too. If both were measured with all that arrives, x.T would count twice."""
+    model, inputs, loss, trained = OF_ONE_ANOTHER[name]
+    net = compile(model(), inputs, loss=loss)
+    batch = observed(net, (inputs, trained))
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    before = batch.at(here)
+    expected = trained(torch.func.functional_call(net.model, there, inputs)) - trained(net(*inputs))
+    torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
+    gradients = torch.autograd.grad(trained(net(*inputs)), [*net.parameters()])
+    slope = sum((g * d).sum() for g, d in zip(gradients, there.values(), strict=True))
+    torch.testing.assert_close(batch.along(here, there)[1], slope)
+
+
+def test_classes_are_last_where_cases_are_compared_with_cases() -> None:
+    """The rows of x.T are cases. Without a size that both batches must have, the trace took its columns for cases."""
+    of_both = lambda z: [losses.Categorical(z[0]), losses.Categorical(z[1])]  # noqa: E731
+    inputs, model = (X, VALUES), Similarities()
+    vector = parameters_of(model, 1.0)
+    product = compile(model, inputs, loss=of_both).fisher_product(*inputs)(vector)
+    live = dict(model.named_parameters())
+    outputs, tangents = torch.func.jvp(
+        lambda parameters: torch.func.functional_call(model, parameters, inputs),
+        ({name: p.detach() for name, p in live.items()},),
+        (vector,),
+    )
+    probabilities = [z.softmax(-1) for z in outputs]
+    sent = [p * (t - (p * t).sum(-1, keepdim=True)) / len(p) for p, t in zip(probabilities, tangents, strict=True)]
+    expected = torch.autograd.grad(model(*inputs), list(live.values()), sent)
+    torch.testing.assert_close(product, dict(zip(live, expected, strict=True)))
 
 
 class Weighed(nn.Module):
