@@ -63,6 +63,7 @@ from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, address, same_random
+from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.model_checks import names_of_arguments, required_arguments
 from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
@@ -77,26 +78,26 @@ LEFT_OUT = (
     "are of {kind} that are not trained. {}"
 )
 IF_PADDING = (
-    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda {}: {} != 0. "
-    "An argument of forward that is named, as in padding_mask='mask', must be in every call. Else"
+    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda {}: {}. "
+    "An argument of forward that is named, as in padding_mask='mask', must be in every call. Else "
 )
 IF_MASKED = (
     "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "
-    "position has none: padding_mask=lambda {}: ({} != 0) & F.pad({}[:, 1:] != 0, (0, 1), value=True), with "
-    "value=False if the last position of the longest sequences has no target either. Else"
+    "position has none: padding_mask=lambda {}: ({}) & F.pad({}, (0, 1), value=True), with value=False if the last "
+    "position of the longest sequences has no target either. Else "
 )
 HOW_TO_LEAVE_OUT = (
-    "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
+    "{}let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
     "as the nodes of a graph without labels or all tokens but the last, name the outputs of the others: "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 HOW_TO_LEAVE_OUT_ELEMENTS = (
-    '{} let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
+    '{}let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
     "are the same in every batch, name the outputs of the others: loss=lambda outputs: {}."
 )
 HOW_TO_LEAVE_OUT_INSIDE = (
-    "{} select the others in forward, in front of the loss, as in {}(outputs[mask], targets[mask]). Or compute the "
+    "{}select the others in forward, in front of the loss, as in {}(outputs[mask], targets[mask]). Or compute the "
     "mask before the call, and give it to forward: no input tells the one that forward multiplies the loss with, as "
     "where it draws random numbers."
 )
@@ -297,7 +298,8 @@ def weights_of_cases(reached: Reached, if_padding: str) -> list[str]:
         remedy = HOW_TO_LEAVE_OUT.format(if_padding)
         if reached.spec is None:
             remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, "F.cross_entropy")
-        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
+        share = f"{left_out / cases:.0%}"
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), share, begun(remedy), kind="cases"))
     if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
@@ -366,12 +368,32 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     return (zero, rows) if bool(trained.any()) else (0, rows)
 
 
-def words_of_padding(recorder: Recorder) -> str:
-    """The sentences about cases that may be padding, with the arguments that forward gets."""
-    given = {*required_arguments(recorder.model), *(str(node.target) for node in recorder.program.inputs)}
+def words_of_padding(watched: Watched) -> str:
+    """The sentences about cases that may be padding, with the arguments that forward gets. Token 0 is padding; of
+    sequences of features, rows of zeros are. Empty if no argument has positions."""
+    recorder = watched.recorder
+    emitted = recorder.emitted
+    pairs = zip(emitted.placeholders, watched.values, strict=True) if isinstance(emitted, EmittedGraph) else ()
+    inputs = {str(node.target): value for node, value in pairs}
+    given = {*required_arguments(recorder.model), *inputs}
     names = [name for name in names_of_arguments(recorder.model) if name in given] or ["ids"]
-    ids, arguments = names[0], ", ".join(names)
-    return (IF_PADDING if recorder.program.mask is None else IF_MASKED).format(arguments, ids, ids)
+    real = dict[str, tuple[str, str]]()  # where an argument is real, and where its next position is
+    for name in names:
+        value = inputs.get(name)
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            real[name] = f"{name} != 0", f"{name}[:, 1:] != 0"
+        elif value.dim() > 2:
+            real[name] = f"{name}.any(-1)", f"{name}[:, 1:].any(-1)"
+    if not real:
+        return ""
+    is_real, is_next_real = next(iter(real.values()))
+    if recorder.program.mask is None:
+        return IF_PADDING.format(", ".join(names), is_real)
+    return IF_MASKED.format(", ".join(names), is_real, is_next_real)
+
+
+def begun(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def are_ragged(trained: Tensor) -> bool:
@@ -398,7 +420,7 @@ def lines_of_rows(reached: Reached, if_padding: str) -> list[str]:
         remedy = HOW_TO_LEAVE_OUT_INSIDE.format(if_padding, TRAINED_AS.get(type(loss), "loss"))
     dims = loss.inputs.dim()
     kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
-    return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
+    return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", begun(remedy), kind=kind)]
 
 
 def part_around(
@@ -1430,7 +1452,7 @@ def check_scale(
             known = value if value is not None and len(of_losses) == 1 else seen
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
-            if_padding = words_of_padding(used[0].recorder) if used else ""
+            if_padding = words_of_padding(used[0]) if used else ""
             # The report tells the weights in a loss that forward computes.
             declared = len(of_losses) == 1 and used[0].recorder.loss is not None
             lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)

@@ -216,9 +216,7 @@ SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 LEFT_OUT = (
     "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
-    "are of cases that are not trained. If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in "
-    "padding_mask=lambda input: input != 0. An argument of forward that is named, as in padding_mask='mask', must be "
-    "in every call. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
+    "are of cases that are not trained. Let forward compute the loss: F.cross_entropy with targets of -100 for "
     "these cases, or (losses * mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they "
     "are the same in every batch, as the nodes of a graph without labels or all tokens but the last, name the outputs "
     "of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
@@ -843,11 +841,14 @@ WRITTEN = {
 
 
 def left_out(number: int, of: int, part: str, kind: str, loss: str) -> str:
+    if_padding = (
+        "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda input: "
+        "input.any(-1). An argument of forward that is named, as in padding_mask='mask', must be in every call. Else "
+    )
     return (
         f"the trained loss leaves out {number} of {of} {kind}, whose gradient is zero, and the factors have them: "
-        f"{part} of their sums are of {kind} that are not trained. If they are padding, name it with "
-        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda input: input != 0. An argument of forward that "
-        "is named, as in padding_mask='mask', must be in every call. Else let forward compute the "
+        f"{part} of their sums are of {kind} that are not trained. "
+        f"{if_padding + 'let' if kind == 'positions' else 'Let'} forward compute the "
         'loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they are the same in every '
         f"batch, name the outputs of the others: loss=lambda outputs: {WRITTEN[loss]}.\n{loss_scale.WHY}"
     )
@@ -857,6 +858,24 @@ def left_out(number: int, of: int, part: str, kind: str, loss: str) -> str:
 def test_cases_that_a_squared_error_or_a_loss_of_events_leaves_out_are_told(name: str) -> None:
     (told,) = in_steps(kfac_fx.compile(nn.Linear(3, 4), loss=name), lambda z: NAMED[name](z[PART], VALUES[PART], z), X)
     assert told == left_out(3, 8, "38%", "cases", name)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "real"),
+    [
+        (nn.Embedding(9, 4), torch.arange(9)[:8, None].expand(8, 3), "input != 0"),
+        (nn.Linear(3, 4), torch.ones(8, 5, 3), "input.any(-1)"),
+        (nn.Linear(3, 4), X, None),
+    ],
+)
+def test_cases_that_may_be_padding_have_a_mask_of_what_forward_takes(
+    model: nn.Module, inputs: Tensor, real: str | None
+) -> None:
+    net = kfac_fx.compile(model, loss="normal")
+    (told,) = in_steps(net, lambda z: z[:5].square().sum() / 8, inputs)
+    expected = f"kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda input: {real}. "
+    assert (expected in told) == (real is not None)
+    assert (" Else let forward compute the loss" if real else " trained. Let forward compute the loss") in told
 
 
 def test_cases_without_a_number_to_fit_are_told() -> None:
