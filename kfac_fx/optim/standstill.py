@@ -129,6 +129,7 @@ def root_of_trace(block: BlockOperator) -> Tensor:
 
 EVERY = 100  # steps from look to look
 STILL = 3  # looks in a row that see no parameter move, or steps in a row without a gradient, for a warning
+IDLE = 0.02  # of all steps, which may have gradients of zero without a warning, as a few batches without a target
 GROWN, DIVERGED = 10.0, 1e6  # times the first look's, for a warning: |g| and |θ| each, and their product
 KINDS = ("failed", "still", "diverged")  # of warnings that looks give
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
@@ -262,7 +263,7 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell("still", steps=listed(self.still), because=TOO_SHORT if pushed else NO_GRADIENT)
-        if idle and pushed:  # not those of a minimum, in which a training stays
+        if idle > IDLE * step and pushed:  # not those of a minimum, in which a training stays
             self.tell("idle", number=f"{idle:,}", steps=plural(step, "step"))
         self.uphill = [*self.uphill, step] if uphill else []
         if len(self.uphill) == STILL:

@@ -136,6 +136,13 @@ def test_a_batch_in_which_every_target_is_ignored_is_told_once() -> None:
     assert opt.skipped == 2 and opt.undone == 0
 
 
+def test_a_few_batches_without_a_gradient_are_no_standstill() -> None:
+    """A loss of triplets is zero where all are far enough apart."""
+    net, opt, x, y = made()
+    assert told(opt, lambda: [step(net, opt, x, y, scale=float(number != 60)) for number in range(65)]) == []
+    assert opt.skipped == 1
+
+
 def test_steps_that_checks_undo_and_those_of_a_loaded_state_are_no_failures() -> None:
     net, opt, x, y = made(damping=None, momentum_type="eigen_moments")
     state = opt._step_state
