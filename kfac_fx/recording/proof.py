@@ -38,6 +38,7 @@ from kfac_fx.passes.approximations import (
     MERGED,
     OTHER_ROWS,
     POOLED,
+    UNREACHED,
     UNTIED,
     A,
 )
@@ -202,6 +203,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
         of_hooks = check_equivalence(prover, args, kwargs)
+        is_divided = isinstance(recorder.emitted, EmittedSubmodules)  # Python may send a gradient there in a later call
         if isinstance(prover.emitted, EmittedSubmodules):
             refuse_guess_of_parts(prover, prover.emitted.division, args, kwargs)
         else:
@@ -233,6 +235,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             failed[key] = reason
         elif silent.issuperset(registration.owners):
             changed[key] = registration.approximation, NO_LOSS
+        elif registration.structure.needs_cases and is_divided and not all(tap.cases for tap in taps[key]):
+            changed[key] = KRON.name, f"{UNREACHED}, so not {registration.approximation!r}"
         elif other := fitting_approximation(registration, taps[key], cases, lengths, key in mixing, pooled):
             changed[key] = other
     if failed and recorder.program.options.strict:
