@@ -472,8 +472,9 @@ def has_cases(node: fx.Node, sizes: Collection[str] | None) -> bool:
 
 
 def has_other_rows(program: Program) -> bool:
-    """Whether no output has rows of the inputs, as where a row is a graph of many nodes."""
-    known = program.cases is not None and bool(program.outputs)
+    """Whether outputs have rows, and none those of the inputs, as where a row is a graph of many nodes. The number that
+    forward returns for a loss has no rows."""
+    known = program.cases is not None and any(map(shape_of, program.outputs))
     return known and not any(has_cases(node, sizes_of_cases(program)) for node in program.outputs)
 
 
@@ -569,6 +570,7 @@ NOT_FOLLOWED = (
     "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0]), (0.1, kfac_fx.losses.Normal(outputs[1]))]"
 )
 NEAR_SQUARES = {"huber_loss", "smooth_l1_loss"}
+LISTED_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -666,7 +668,10 @@ def of_unfollowed(places: Sequence[fx.Node], several: str, lost: bool) -> ByHand
         return ByHand(unfollowed=several)
     near = any(op_name(node) in NEAR_SQUARES for node in places)
     known = ", ".join(f"F.{name}" for name in BY_NAME)
-    return ByHand({}, NOT_FOLLOWED.format(", ".join(map(where, places)), known), lost or near)
+    lines = {re.sub(r"_\d+ \(", " (", where(node)): node for node in reversed(places)}  # the first of those of a loop
+    first = ", ".join(map(where, list(reversed(lines.values()))[:LISTED_PLACES]))
+    more = f" and {len(lines) - LISTED_PLACES} more" if len(lines) > LISTED_PLACES else ""
+    return ByHand({}, NOT_FOLLOWED.format(first + more, known), lost or near)
 
 
 def entropy_by_hand(node: fx.Node, learned: Container[fx.Node]) -> OfClasses | None:

@@ -32,9 +32,12 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
+`ByteMasks`: `torch.where(mask, x, y)` of a mask of bytes, as older code writes masks, has a mask of bools.
+
 `moves_left_out`: `self.layer.to(x.device)` of a layer that is there. A tracer's tensors cannot take its place.
 
-`Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `Bags`, `SparseProducts`.
+`Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `ByteMasks`, `Bags`,
+`SparseProducts`.
 
 `EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
 
@@ -388,6 +391,23 @@ class WholeNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class ByteMasks(TorchFunctionMode):
+    """Inside, the condition of `torch.where` may be of bytes: torch computes with one, and torch.export refuses it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "where":
+            return func(*args, **(kwargs or {}))
+        given = [value.bool() if is_bytes(value) else value for value in args]
+        named = {name: value.bool() if is_bytes(value) else value for name, value in (kwargs or {}).items()}
+        return func(*given, **named)
+
+
+def is_bytes(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
 class EverywhereElse(TorchFunctionMode):
     """Inside, tensors stand for parameters also where a model holds these in no module of its own: in plain lists, or
     in modules of plain lists whose parameters are in an nn.ParameterList. torch swaps those of submodules alone.
@@ -512,7 +532,7 @@ class SparseProducts(TorchFunctionMode):
         return sparse_product(matrix, x, name == SPARSE_MM)
 
 
-CHANGED = {IS_ALL_TRUE, "numpy", "embedding_bag", *READS, *DRAWS, *COMPARISONS, *LOOKS, *MULTIPLY}
+CHANGED = {IS_ALL_TRUE, "numpy", "where", "embedding_bag", *READS, *DRAWS, *COMPARISONS, *LOOKS, *MULTIPLY}
 
 
 class Substitutes(TorchFunctionMode):
@@ -521,7 +541,7 @@ class Substitutes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes = CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts()
+        self.modes = CertainDraws(), Refusals(), Detached(), WholeNumbers(), ByteMasks(), Bags(), SparseProducts()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

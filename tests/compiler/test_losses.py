@@ -381,3 +381,11 @@ def test_an_operation_that_loses_the_loss_of_forward_is_named(
     assert not found.losses and found.lost == lost
     assert found.unfollowed.startswith(f"the loss that forward returns is not followed at {place} (test_losses.py:")
     assert "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0])" in found.unfollowed
+
+
+def test_a_loop_names_its_line_once_and_few_lines_are_named() -> None:
+    def function(m: Weighed, r: Tensor) -> Tensor:
+        return sum((r[:, step].abs().mean() for step in (0, 1)), r.sqrt().mean()) + r.exp().mean() + r.sin().mean()
+
+    said = weighed(function).unfollowed.partition(": known")[0]
+    assert said.count("abs") == 1 and said.count(" (test_losses.py:") == 3 and said.endswith(" and 1 more")

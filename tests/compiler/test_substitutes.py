@@ -311,6 +311,24 @@ def test_the_files_of_all_classes_have_their_own_len_afterwards(own: bool) -> No
     assert (str(program.inputs[0].meta["val"].shape[0]) == "3") == own
 
 
+class Bytes(nn.Linear):
+    """Its mask is of bytes, as those of older code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = super().forward(x), x.new_ones(x.shape, dtype=torch.uint8)
+        y = torch.where(mask, y, -y)
+        return y.where(condition=1 - mask, other=2 * y)
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+def test_a_mask_of_bytes_is_a_condition() -> None:
+    torch.manual_seed(0)
+    model, x = Bytes(3, 3), torch.randn(4, 3)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    assert net.captures.first.whole
+    torch.testing.assert_close(net.functional({}, (x[:2],), {})[0], model(x[:2]))
+
+
 class Policy(nn.Module):
     """torch.distributions checks its arguments, and what it is asked the probability of."""
 
