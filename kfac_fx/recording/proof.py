@@ -37,6 +37,7 @@ from kfac_fx.passes.approximations import (
     KRON_INDEP,
     MERGED,
     OTHER_ROWS,
+    PIECES,
     POOLED,
     UNREACHED,
     UNTIED,
@@ -52,7 +53,7 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.layers.declaration import unknown_attribute
 from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.resolve import choose, refuse_others, requested, without_rows
+from kfac_fx.passes.resolve import choose, is_piece, refuse_others, requested, without_rows
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import first_sizes
@@ -283,10 +284,11 @@ def fitting_approximation(
             merged = all(
                 tap.cases <= {n * (number // n) for number in tap.cases} for tap, n in zip(taps, cases, strict=True)
             )
-            return (
-                KRON.name,
-                f"{UNTIED if others.issubset(lengths) else MERGED if merged else OTHER_ROWS}, so not {name!r}",
-            )
+            if all(map(is_piece, registration.uses)):
+                why = PIECES
+            else:
+                why = UNTIED if others.issubset(lengths) else MERGED if merged else OTHER_ROWS
+            return KRON.name, f"{why}, so not {name!r}"
         if mixing and pooled:
             return KRON.name, f"{POOLED}, so not {name!r}"
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):

@@ -313,3 +313,38 @@ def test_a_layer_that_the_first_gradient_does_not_reach_needs_no_cases() -> None
     normal = F.layer_norm(x, (D,)).reshape(-1, D)
     torch.testing.assert_close(factors["A"].value[:, 0, 0], normal.square().mean(0), rtol=1e-4, atol=1e-5)
     assert bool((factors["G"].value > 0).all())
+
+
+class Ghost(nn.Module):
+    """Ghost batch normalization: the statistics are those of pieces of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.norm(piece) for piece in x.chunk(-(-len(x) // 4), 0)])
+
+
+class InPieces(nn.Module):
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.layer, self.ghost, self.head = nn.Linear(D, D), Ghost(), nn.Linear(D, C)
+        self.divided = divided
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if self.divided and float(h.detach().sum()) < -1e9:
+            h = -h
+        return self.head(self.ghost(h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_pieces_of_a_batch_are_not_taken_for_positions_or_for_nodes(divided: bool) -> None:
+    """The pieces have no case in common, so their rows are independent. In a divided model the normalization was
+    generic, as if a case had several uses of it."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(InPieces(divided), (torch.randn(12, D),), loss="categorical")
+    (of_norm,) = (registration for registration in net.registrations if "ghost.norm.weight" in registration.parameters)
+    assert of_norm.reason == "forward takes its cases in pieces, as those of x.chunk(4), so not 'full'"
+    assert of_norm.approximation in ("kron", "kron_indep") and len(of_norm.uses) == 3
