@@ -271,18 +271,40 @@ def without_raise(code: CodeType, at: int) -> bool | None:
     jumps_if = next((truth for word, truth in (("IF_TRUE", True), ("IF_FALSE", False)) if word in branch.opname), None)
     if jumps_if is None or "OR_POP" in branch.opname or code.co_exceptiontable:
         return None
-    if raises(instructions[place + 1 :]):
+    otherwise = instructions[places[branch.argval] :]
+    if raises(instructions[place + 1 :], lambda offset: alike(instructions[places[offset] :], otherwise)):
         return jumps_if
-    return not jumps_if if raises(instructions[places[branch.argval] :]) else None
+    return not jumps_if if raises(otherwise) else None
 
 
-def raises(instructions: Iterable[dis.Instruction]) -> bool:
-    """Whether an error is raised before anything else is decided, returned or kept."""
+def raises(
+    instructions: Iterable[dis.Instruction], is_without_error: Callable[[int], bool] = lambda offset: False
+) -> bool:
+    """Whether an error is raised before anything else is decided, returned or kept.
+
+    is_without_error: whether a jump to an offset goes where no error is raised. Further looks may lead there, as in
+        `assert x.all() or (~x).all()`.
+    """
     for instruction in instructions:
         if instruction.opname == "RAISE_VARARGS":
             return True
+        if instruction.opname.startswith("POP_JUMP") and is_without_error(instruction.argval):
+            continue
         if instruction.opcode in (*dis.hasjrel, *dis.hasjabs) or instruction.opname.startswith(("RETURN", "STORE")):
             return False
+    return False
+
+
+def alike(first: Iterable[dis.Instruction], second: Iterable[dis.Instruction]) -> bool:
+    """Whether two places of a function are one, or do the same until they return: Python writes the last return for
+    each of the jumps to it."""
+    for instruction, other in zip(first, second, strict=False):
+        if instruction.offset == other.offset:
+            return True
+        if (instruction.opname, instruction.argval) != (other.opname, other.argval):
+            return False
+        if instruction.opname.startswith("RETURN"):
+            return True
     return False
 
 

@@ -97,7 +97,17 @@ class Refusing(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("look", [looks.asserts, looks.asserts_not, looks.asserts_close, looks.raises_error])
+@pytest.mark.parametrize(
+    "look",
+    [
+        looks.asserts,
+        looks.asserts_not,
+        looks.asserts_close,
+        looks.asserts_either,
+        looks.asserts_either_in_front,
+        looks.raises_error,
+    ],
+)
 def test_a_look_at_values_that_only_raises_is_no_obstacle_to_a_graph(look: Callable[[Tensor], None]) -> None:
     net = kfac_fx.compile(Refusing(look), (X,), loss="normal")
     assert net.recorder((X,), {}).whole
