@@ -53,6 +53,7 @@ from .graphs.labels import (
     labels,
     labels_of,
     operands_read,
+    parameters_behind,
     shape_of,
     sizes_of,
     symbolic_sizes,
@@ -478,6 +479,22 @@ def has_other_rows(program: Program) -> bool:
     return known and not any(has_cases(node, sizes_of_cases(program)) for node in program.outputs)
 
 
+def without_penalties(program: Program, outputs: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The outputs without numbers that are computed from parameters alone, and from those behind other outputs, such as
+    the divergence of Bayesian layers from their prior. They have no cases, so no curvature of a loss of examples, and
+    are no uses. A number of its own parameters, such as a scale, may be an argument of the loss."""
+    outputs = tuple(outputs)
+    numbers = {node for node in outputs if "val" in node.meta and not shape_of(node)}
+    if not numbers or len(outputs) == len(numbers):
+        return outputs
+    label = labels(program.graph, program.parameters)
+    trained = {node.target for node in ancestors(set(outputs) - numbers) if node.op == "get_attr"}
+    penalties = {
+        node for node in numbers if label[node] is Label.PURE and trained.issuperset(parameters_behind(node, label))
+    }
+    return tuple(node for node in outputs if node not in penalties)
+
+
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}
 
 
@@ -495,7 +512,7 @@ def find_losses(program: Program) -> Program:
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
     behind = ancestors(ends)
     sites = tuple(site for site in sites if site.node in behind)
-    outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
+    outputs = tuple(site.inputs for site in sites) or without_penalties(program, filter(has_gradient, returned))
     cases, cases_reason = size_of_cases(program, outputs)
     sort_operands(program.graph, program.parameters, cases)
     program = program.but(outputs=outputs, cases=cases, cases_reason=cases_reason)

@@ -46,7 +46,7 @@ from kfac_fx.passes.approximations import (
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.check import refuse_generic
 from kfac_fx.passes.divide import Division
-from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
+from kfac_fx.passes.errors import LossError, RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
@@ -390,11 +390,24 @@ def loss_rows_are_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, .
     return all(leaf_with_rows_of(loss.inputs, leaves, examples) == place for place, (_, loss) in enumerate(losses))
 
 
+READS_PENALTY = (
+    "the function given as loss reads a number that forward computes from parameters alone, and that is taken for a "
+    "penalty, because these parameters are behind other outputs, too: return it with the size of such an output, as in "
+    "return mean, scale.expand_as(mean)"
+)
+
+
 def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...]) -> frozenset[int]:
-    """The Fisher's outputs that no declared loss depends on, by number."""
+    """The Fisher's outputs that no declared loss depends on, by number. Raises LossError for a loss that depends on
+    another value with a gradient."""
     if not prover.losses.declared.of_outputs:
         return frozenset()
-    leaves = [with_gradient(value.detach()) for value in fisher]
+    fixed = tuple(value.detach() for value in fisher)
+    if any(
+        loss.inputs.requires_grad for _, loss in prover.losses.on(prover.losses.rebuilt(output, fisher, fixed), fixed)
+    ):
+        raise LossError(READS_PENALTY)
+    leaves = [with_gradient(value) for value in fixed]
     pairs = prover.losses.on(prover.losses.rebuilt(output, fisher, leaves), tuple(leaves))
     inputs = [loss.inputs.sum() for _, loss in pairs if loss.inputs.requires_grad]
     learned = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]

@@ -431,12 +431,14 @@ def is_leaf(node: fx.Node) -> bool:
 
 
 def is_drawn(node: fx.Node) -> bool:
-    """Whether the node's value are random numbers that are written once."""
+    """Whether the node's value are random numbers that are written once, into new memory or into a buffer that is read
+    nowhere else."""
     if op_name(node) not in FILLED:
         return op_name(node) in DRAWN
     memory = node.args[0]
-    fresh = isinstance(memory, fx.Node) and op_name(memory).startswith("empty") and len(memory.users) == 1
-    return fresh and not any(map(changes_memory, node.users))
+    if not isinstance(memory, fx.Node) or len(memory.users) != 1 or any(map(changes_memory, node.users)):
+        return False
+    return memory.op == "get_attr" or op_name(memory).startswith("empty")
 
 
 def jacobian_of(node: fx.Node, parameter: str) -> Computed:
