@@ -68,7 +68,7 @@ from .ir import (
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .parametrization import Complex, ComplexOutputs, Transposed, same_elements
-from .parametrizations.functions import PerCase, as_per_case, too_large
+from .parametrizations.functions import PerCase, as_per_case, has_size_of_inputs, too_large
 from .parametrizations.parts import reads_ids, region_of
 
 PIECES_OF = {"chunk", "split", "split_with_sizes"}
@@ -796,7 +796,8 @@ def leftovers(
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, layers.get(name, "generic"), None, (), name)
-        large = too_large(program, labels_of(program), edges[name][0][0])
+        entering = edges[name][0][0]
+        large = too_large(program, labels_of(program), entering) or has_size_of_inputs(program, entering)
         unknown = (
             reasons.get(name)
             or function_entered(edges[name], owner)
