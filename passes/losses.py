@@ -685,7 +685,9 @@ def of_unfollowed(places: Sequence[fx.Node], several: str, lost: bool) -> ByHand
         return ByHand(unfollowed=several)
     near = any(op_name(node) in NEAR_SQUARES for node in places)
     known = ", ".join(f"F.{name}" for name in BY_NAME)
-    lines = {re.sub(r"_\d+ \(", " (", where(node)): node for node in reversed(places)}  # the first of those of a loop
+    lines = {
+        re.sub(r"_\d+(?= \(|$)", "", where(node)): node for node in reversed(places)
+    }  # the first of those of a loop
     first = ", ".join(map(where, list(reversed(lines.values()))[:LISTED_PLACES]))
     more = f" and {len(lines) - LISTED_PLACES} more" if len(lines) > LISTED_PLACES else ""
     return ByHand({}, NOT_FOLLOWED.format(first + more, known), lost or near)

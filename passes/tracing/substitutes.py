@@ -272,7 +272,7 @@ def without_raise(code: CodeType, at: int) -> bool | None:
     if jumps_if is None or "OR_POP" in branch.opname or code.co_exceptiontable:
         return None
     otherwise = instructions[places[branch.argval] :]
-    if raises(instructions[place + 1 :], lambda offset: alike(instructions[places[offset] :], otherwise)):
+    if raises(instructions[place + 1 :], lambda offset: same_until_return(instructions[places[offset] :], otherwise)):
         return jumps_if
     return not jumps_if if raises(otherwise) else None
 
@@ -295,7 +295,7 @@ def raises(
     return False
 
 
-def alike(first: Iterable[dis.Instruction], second: Iterable[dis.Instruction]) -> bool:
+def same_until_return(first: Iterable[dis.Instruction], second: Iterable[dis.Instruction]) -> bool:
     """Whether two places of a function are one, or do the same until they return: Python writes the last return for
     each of the jumps to it."""
     for instruction, other in zip(first, second, strict=False):
