@@ -293,6 +293,8 @@ OTHER_ROWS = (
 )
 POOLED = "several of its rows meet in one row of the outputs, as the nodes of a graph do"
 SUMMED = "its gradient is summed over cases at its output"
+PIECES = "forward takes its cases in pieces, as those of x.chunk(4)"
+UNREACHED = "the first batch sent no gradient through it, which would tell its cases"
 CASES_APART: Needs = {"batch": SUMMED, "cases": "{why}"}
 PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
 TIME: Needs = {

@@ -93,6 +93,11 @@ class Division:
     written: frozenset[str] = frozenset()
     reads: bool = True
 
+    def why_left(self, subject: str) -> str:
+        """Why the model, by the name of its class, or a submodule, by its path, is Python."""
+        reasons = (note.reason for note in self.program.left if note.subject == subject)
+        return next(reasons, "it was left as Python on earlier inputs")
+
 
 def divide(
     model: nn.Module,
@@ -286,7 +291,7 @@ class Divider:
         reached = any(id(inner) in self.watched.calls for inner in module.modules())
         try:
             if self.earlier is not None and id(module) in self.earlier.left:
-                raise UntraceableError("it was left as Python on earlier inputs")
+                raise UntraceableError(self.earlier.why_left(path))
             if id(module) in self.watched.opened:
                 raise UntraceableError("Python calls what is inside of it, too")
             refuse_users_hooks(module)

@@ -53,6 +53,7 @@ from .graphs.labels import (
     labels,
     labels_of,
     operands_read,
+    parameters_behind,
     shape_of,
     sizes_of,
     symbolic_sizes,
@@ -472,9 +473,26 @@ def has_cases(node: fx.Node, sizes: Collection[str] | None) -> bool:
 
 
 def has_other_rows(program: Program) -> bool:
-    """Whether no output has rows of the inputs, as where a row is a graph of many nodes."""
-    known = program.cases is not None and bool(program.outputs)
+    """Whether outputs have rows, and none those of the inputs, as where a row is a graph of many nodes. The number that
+    forward returns for a loss has no rows."""
+    known = program.cases is not None and any(map(shape_of, program.outputs))
     return known and not any(has_cases(node, sizes_of_cases(program)) for node in program.outputs)
+
+
+def without_penalties(program: Program, outputs: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The outputs without numbers that are computed from parameters alone, and from those behind other outputs, such as
+    the divergence of Bayesian layers from their prior. They have no cases, so no curvature of a loss of examples, and
+    are no uses. A number of its own parameters, such as a scale, may be an argument of the loss."""
+    outputs = tuple(outputs)
+    numbers = {node for node in outputs if "val" in node.meta and not shape_of(node)}
+    if not numbers or len(outputs) == len(numbers):
+        return outputs
+    label = labels(program.graph, program.parameters)
+    trained = {node.target for node in ancestors(set(outputs) - numbers) if node.op == "get_attr"}
+    penalties = {
+        node for node in numbers if label[node] is Label.PURE and trained.issuperset(parameters_behind(node, label))
+    }
+    return tuple(node for node in outputs if node not in penalties)
 
 
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}
@@ -494,7 +512,7 @@ def find_losses(program: Program) -> Program:
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
     behind = ancestors(ends)
     sites = tuple(site for site in sites if site.node in behind)
-    outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
+    outputs = tuple(site.inputs for site in sites) or without_penalties(program, filter(has_gradient, returned))
     cases, cases_reason = size_of_cases(program, outputs)
     sort_operands(program.graph, program.parameters, cases)
     program = program.but(outputs=outputs, cases=cases, cases_reason=cases_reason)
@@ -569,6 +587,7 @@ NOT_FOLLOWED = (
     "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0]), (0.1, kfac_fx.losses.Normal(outputs[1]))]"
 )
 NEAR_SQUARES = {"huber_loss", "smooth_l1_loss"}
+LISTED_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -666,7 +685,12 @@ def of_unfollowed(places: Sequence[fx.Node], several: str, lost: bool) -> ByHand
         return ByHand(unfollowed=several)
     near = any(op_name(node) in NEAR_SQUARES for node in places)
     known = ", ".join(f"F.{name}" for name in BY_NAME)
-    return ByHand({}, NOT_FOLLOWED.format(", ".join(map(where, places)), known), lost or near)
+    lines = {
+        re.sub(r"_\d+(?= \(|$)", "", where(node)): node for node in reversed(places)
+    }  # the first of those of a loop
+    first = ", ".join(map(where, list(reversed(lines.values()))[:LISTED_PLACES]))
+    more = f" and {len(lines) - LISTED_PLACES} more" if len(lines) > LISTED_PLACES else ""
+    return ByHand({}, NOT_FOLLOWED.format(first + more, known), lost or near)
 
 
 def entropy_by_hand(node: fx.Node, learned: Container[fx.Node]) -> OfClasses | None:

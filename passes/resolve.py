@@ -42,6 +42,7 @@ from .approximations import (
     KRON_OUT_DIAG,
     MERGED,
     OTHER_ROWS,
+    PIECES,
     POOLED,
     SUMMED,
     TIME,
@@ -67,9 +68,10 @@ from .ir import (
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .parametrization import Complex, ComplexOutputs, Transposed, same_elements
-from .parametrizations.functions import PerCase, as_per_case, too_large
+from .parametrizations.functions import PerCase, as_per_case, has_size_of_inputs, too_large
 from .parametrizations.parts import reads_ids, region_of
 
+PIECES_OF = {"chunk", "split", "split_with_sizes"}
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
 FULL_TOO_WIDE = (
     f"its full block would be {{width:,}} wide, and the default ends at {FULL_LIMIT}; "
@@ -154,8 +156,10 @@ def without_cases(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | 
 
 
 def why_without_cases(use: Use) -> str:
-    """`UNTIED`, `OTHER_ROWS` or `MERGED`, as the sizes of the output tell. A product or sum of sizes of inputs merges
-    these."""
+    """`PIECES`, `UNTIED`, `OTHER_ROWS` or `MERGED`, as the input and the sizes of the output tell. A product or sum of
+    sizes of inputs merges these."""
+    if is_piece(use):
+        return PIECES
     first, *others = symbolic_sizes(use.output) or [None]
     inputs = [symbolic_sizes(node) for node in use.output.graph.find_nodes(op="placeholder")]
     symbols = {name for sizes in inputs for size in sizes for name in SYMBOL.findall(size or "")}
@@ -165,6 +169,15 @@ def why_without_cases(use: Use) -> str:
         return UNTIED
     computed = [size for size in (first, *others) if size and not SYMBOL.fullmatch(size)]
     return MERGED if any(not symbols.isdisjoint(SYMBOL.findall(size)) for size in computed) else OTHER_ROWS
+
+
+def is_piece(use: Use) -> bool:
+    """Whether its input is one of several pieces of a tensor along the first dimension, which have no row in common."""
+    source = use.input.args[0] if op_name(use.input) == "getitem" else None
+    if not isinstance(source, fx.Node) or op_name(source) not in PIECES_OF:
+        return False
+    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
+    return isinstance(dim, int) and dim == 0
 
 
 def has_pixels(layers: Mapping[str, Layer], use: Use) -> bool:
@@ -783,7 +796,8 @@ def leftovers(
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, layers.get(name, "generic"), None, (), name)
-        large = too_large(program, labels_of(program), edges[name][0][0])
+        entering = edges[name][0][0]
+        large = too_large(program, labels_of(program), entering) or has_size_of_inputs(program, entering)
         unknown = (
             reasons.get(name)
             or function_entered(edges[name], owner)

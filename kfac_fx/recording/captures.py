@@ -948,7 +948,7 @@ class CaptureCache:
                 emitted.checked = None
                 extended = self.capturing.proved(recorder, args, kwargs)
             else:
-                error = UntraceableError("it was divided on earlier inputs")
+                error = UntraceableError(emitted.division.why_left(type(self.model).__name__))
                 extended = self.capturing.divided(args, kwargs, error, emitted)
         assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
         kinds = [cached for cached in self.recorders.values() if any(other is recorder for other in cached)]

@@ -37,21 +37,23 @@ from kfac_fx.passes.approximations import (
     KRON_INDEP,
     MERGED,
     OTHER_ROWS,
+    PIECES,
     POOLED,
+    UNREACHED,
     UNTIED,
     A,
 )
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.check import refuse_generic
 from kfac_fx.passes.divide import Division
-from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
+from kfac_fx.passes.errors import LossError, RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.layers.declaration import unknown_attribute
 from kfac_fx.passes.losses import has_other_rows
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.resolve import choose, refuse_others, requested, without_rows
+from kfac_fx.passes.resolve import choose, is_piece, refuse_others, requested, without_rows
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import first_sizes
@@ -202,6 +204,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
         of_hooks = check_equivalence(prover, args, kwargs)
+        is_divided = isinstance(recorder.emitted, EmittedSubmodules)  # Python may send a gradient there in a later call
         if isinstance(prover.emitted, EmittedSubmodules):
             refuse_guess_of_parts(prover, prover.emitted.division, args, kwargs)
         else:
@@ -233,6 +236,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             failed[key] = reason
         elif silent.issuperset(registration.owners):
             changed[key] = registration.approximation, NO_LOSS
+        elif registration.structure.needs_cases and is_divided and not all(tap.cases for tap in taps[key]):
+            changed[key] = KRON.name, f"{UNREACHED}, so not {registration.approximation!r}"
         elif other := fitting_approximation(registration, taps[key], cases, lengths, key in mixing, pooled):
             changed[key] = other
     if failed and recorder.program.options.strict:
@@ -279,10 +284,11 @@ def fitting_approximation(
             merged = all(
                 tap.cases <= {n * (number // n) for number in tap.cases} for tap, n in zip(taps, cases, strict=True)
             )
-            return (
-                KRON.name,
-                f"{UNTIED if others.issubset(lengths) else MERGED if merged else OTHER_ROWS}, so not {name!r}",
-            )
+            if all(map(is_piece, registration.uses)):
+                why = PIECES
+            else:
+                why = UNTIED if others.issubset(lengths) else MERGED if merged else OTHER_ROWS
+            return KRON.name, f"{why}, so not {name!r}"
         if mixing and pooled:
             return KRON.name, f"{POOLED}, so not {name!r}"
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
@@ -384,11 +390,24 @@ def loss_rows_are_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, .
     return all(leaf_with_rows_of(loss.inputs, leaves, examples) == place for place, (_, loss) in enumerate(losses))
 
 
+READS_PENALTY = (
+    "the function given as loss reads a number that forward computes from parameters alone, and that is taken for a "
+    "penalty, because these parameters are behind other outputs, too: return it with the size of such an output, as in "
+    "return mean, scale.expand_as(mean)"
+)
+
+
 def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...]) -> frozenset[int]:
-    """The Fisher's outputs that no declared loss depends on, by number."""
+    """The Fisher's outputs that no declared loss depends on, by number. Raises LossError for a loss that depends on
+    another value with a gradient."""
     if not prover.losses.declared.of_outputs:
         return frozenset()
-    leaves = [with_gradient(value.detach()) for value in fisher]
+    fixed = tuple(value.detach() for value in fisher)
+    if any(
+        loss.inputs.requires_grad for _, loss in prover.losses.on(prover.losses.rebuilt(output, fisher, fixed), fixed)
+    ):
+        raise LossError(READS_PENALTY)
+    leaves = [with_gradient(value) for value in fixed]
     pairs = prover.losses.on(prover.losses.rebuilt(output, fisher, leaves), tuple(leaves))
     inputs = [loss.inputs.sum() for _, loss in pairs if loss.inputs.requires_grad]
     learned = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]

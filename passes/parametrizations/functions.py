@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graphs.edit import memory_owner
-from ..graphs.labels import Label, ancestors, parameters_behind
+from ..graphs.labels import Label, ancestors, is_size, parameters_behind, symbolic_sizes
 from ..graphs.operations import DRAWN, FILLED, changes_memory, is_random, no_grad_region, op_name, writes_elsewhere
 from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape, real_numbers
@@ -389,6 +389,20 @@ def too_large(program: Program, label: Mapping[fx.Node, Label], node: fx.Node) -
     )
 
 
+def has_size_of_inputs(program: Program, node: fx.Node) -> str:
+    """That a node is a function of parameters with a size of the inputs, other than that of the cases, as the end of a
+    sentence; "" if it is not."""
+    varies = isinstance(node.meta.get("val"), Tensor) and static_shape(node) is None
+    varies = varies and program.cases not in symbolic_sizes(node)
+    if node.op == "get_attr" or not varies or not is_function(node, lambda inner: is_leaf(inner) or is_size(inner)):
+        return ""
+    return (
+        ": what enters is a function of parameters, and has a size of the inputs, which may vary. If it does not, fix "
+        "it in forward, as in x = x.reshape(len(x), 128, 64) for inputs of 128 positions: the block is exact where it "
+        "is small"
+    )
+
+
 def in_pieces(program: Program) -> set[str]:
     """The parameters of which an expression has a part."""
     slices = [slice_ for expression in program.parameter_exprs.values() for slice_ in expression.slices]
@@ -403,11 +417,12 @@ def static_shape(node: fx.Node) -> Shape | None:
     return tuple(value.shape)
 
 
-def is_function(node: fx.Node) -> bool:
+def is_function(node: fx.Node, leaf: Callable[[fx.Node], bool] | None = None) -> bool:
     """Whether nothing but parameters and constants goes into it, and nothing but its value comes out: what is written
     in place is memory that is made on the way, and made again where the function is run. Inside of torch.func.vmap a
-    function has a value for every one that is mapped over, and no Jacobian of its own."""
-    inside = [operation for operation in behind(node) if not is_leaf(operation)]
+    function has a value for every one that is mapped over, and no Jacobian of its own. leaf: `is_leaf`, or more."""
+    leaf = leaf or is_leaf
+    inside = [operation for operation in behind(node, leaf) if not leaf(operation)]
     plain = all(operation.op in ("call_function", "call_method") for operation in inside)
     return plain and not any(
         is_random(operation)
@@ -417,9 +432,10 @@ def is_function(node: fx.Node) -> bool:
     )
 
 
-def behind(node: fx.Node) -> list[fx.Node]:
+def behind(node: fx.Node, leaf: Callable[[fx.Node], bool] | None = None) -> list[fx.Node]:
     """The node and all that it is computed from, up to the leaves, in graph order."""
-    nodes = ancestors([node], operands=lambda inner: [] if is_leaf(inner) else inner.all_input_nodes)
+    leaf = leaf or is_leaf
+    nodes = ancestors([node], operands=lambda inner: [] if leaf(inner) else inner.all_input_nodes)
     return sorted(nodes)  # nodes compare by their places
 
 
@@ -431,12 +447,14 @@ def is_leaf(node: fx.Node) -> bool:
 
 
 def is_drawn(node: fx.Node) -> bool:
-    """Whether the node's value are random numbers that are written once."""
+    """Whether the node's value are random numbers that are written once, into new memory or into a buffer that is read
+    nowhere else."""
     if op_name(node) not in FILLED:
         return op_name(node) in DRAWN
     memory = node.args[0]
-    fresh = isinstance(memory, fx.Node) and op_name(memory).startswith("empty") and len(memory.users) == 1
-    return fresh and not any(map(changes_memory, node.users))
+    if not isinstance(memory, fx.Node) or len(memory.users) != 1 or any(map(changes_memory, node.users)):
+        return False
+    return memory.op == "get_attr" or op_name(memory).startswith("empty")
 
 
 def jacobian_of(node: fx.Node, parameter: str) -> Computed:

@@ -32,9 +32,12 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
+`ByteMasks`: `torch.where(mask, x, y)` of a mask of bytes, as older code writes masks, has a mask of bools.
+
 `moves_left_out`: `self.layer.to(x.device)` of a layer that is there. A tracer's tensors cannot take its place.
 
-`Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `Bags`, `SparseProducts`.
+`Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `ByteMasks`, `Bags`,
+`SparseProducts`.
 
 `EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
 
@@ -268,18 +271,40 @@ def without_raise(code: CodeType, at: int) -> bool | None:
     jumps_if = next((truth for word, truth in (("IF_TRUE", True), ("IF_FALSE", False)) if word in branch.opname), None)
     if jumps_if is None or "OR_POP" in branch.opname or code.co_exceptiontable:
         return None
-    if raises(instructions[place + 1 :]):
+    otherwise = instructions[places[branch.argval] :]
+    if raises(instructions[place + 1 :], lambda offset: same_until_return(instructions[places[offset] :], otherwise)):
         return jumps_if
-    return not jumps_if if raises(instructions[places[branch.argval] :]) else None
+    return not jumps_if if raises(otherwise) else None
 
 
-def raises(instructions: Iterable[dis.Instruction]) -> bool:
-    """Whether an error is raised before anything else is decided, returned or kept."""
+def raises(
+    instructions: Iterable[dis.Instruction], is_without_error: Callable[[int], bool] = lambda offset: False
+) -> bool:
+    """Whether an error is raised before anything else is decided, returned or kept.
+
+    is_without_error: whether a jump to an offset goes where no error is raised. Further looks may lead there, as in
+        `assert x.all() or (~x).all()`.
+    """
     for instruction in instructions:
         if instruction.opname == "RAISE_VARARGS":
             return True
+        if instruction.opname.startswith("POP_JUMP") and is_without_error(instruction.argval):
+            continue
         if instruction.opcode in (*dis.hasjrel, *dis.hasjabs) or instruction.opname.startswith(("RETURN", "STORE")):
             return False
+    return False
+
+
+def same_until_return(first: Iterable[dis.Instruction], second: Iterable[dis.Instruction]) -> bool:
+    """Whether two places of a function are one, or do the same until they return: Python writes the last return for
+    each of the jumps to it."""
+    for instruction, other in zip(first, second, strict=False):
+        if instruction.offset == other.offset:
+            return True
+        if (instruction.opname, instruction.argval) != (other.opname, other.argval):
+            return False
+        if instruction.opname.startswith("RETURN"):
+            return True
     return False
 
 
@@ -386,6 +411,23 @@ class WholeNumbers(TorchFunctionMode):
         if func == Tensor.numpy and args[0].dim() == 1 and args[0].dtype in (torch.int32, torch.int64):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class ByteMasks(TorchFunctionMode):
+    """Inside, the condition of `torch.where` may be of bytes: torch computes with one, and torch.export refuses it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "where":
+            return func(*args, **(kwargs or {}))
+        given = [value.bool() if is_bytes(value) else value for value in args]
+        named = {name: value.bool() if is_bytes(value) else value for name, value in (kwargs or {}).items()}
+        return func(*given, **named)
+
+
+def is_bytes(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.uint8
 
 
 class EverywhereElse(TorchFunctionMode):
@@ -512,7 +554,7 @@ class SparseProducts(TorchFunctionMode):
         return sparse_product(matrix, x, name == SPARSE_MM)
 
 
-CHANGED = {IS_ALL_TRUE, "numpy", "embedding_bag", *READS, *DRAWS, *COMPARISONS, *LOOKS, *MULTIPLY}
+CHANGED = {IS_ALL_TRUE, "numpy", "where", "embedding_bag", *READS, *DRAWS, *COMPARISONS, *LOOKS, *MULTIPLY}
 
 
 class Substitutes(TorchFunctionMode):
@@ -521,7 +563,7 @@ class Substitutes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes = CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts()
+        self.modes = CertainDraws(), Refusals(), Detached(), WholeNumbers(), ByteMasks(), Bags(), SparseProducts()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -18,6 +18,15 @@ def asserts_close(x: Tensor) -> None:
     assert torch.allclose(x, x) and torch.equal(x, x)
 
 
+def asserts_either(x: Tensor) -> None:
+    assert (x == x).all() or (x > x).any(), f"{x} is not a number"
+
+
+def asserts_either_in_front(x: Tensor) -> Tensor:
+    assert (x == x).all() or (x > x).all()
+    return x
+
+
 def raises_error(x: Tensor) -> None:
     if torch.isnan(x).any():
         raise ValueError(f"{x} is not a number")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import kfac_fx
 from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.parametrization import Computed, ParameterExpr, ranges, view_of
@@ -324,6 +325,30 @@ def test_random_numbers_are_values_that_a_function_takes(draw: Function, exporte
     )
     (expr,) = program.parameter_exprs.values()
     assert [(slice_.parameter, len(slice_.through)) for slice_ in expr.slices] == [("mu", 0), ("rho", 2)]
+
+
+class Noisy(nn.Linear):
+    """A layer of NoisyNet (Fortunato et al. 2018): its noise is drawn into a buffer."""
+
+    noise: Tensor
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(4, 3)
+        self.scale, self.own = nn.Parameter(torch.full((3, 4), 0.5)), own
+        self.register_buffer("noise", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = self.noise.normal_()
+        noise = drawn if self.own else drawn + self.noise.normal_()
+        return F.linear(x, self.weight + self.scale * noise, self.bias)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_random_numbers_may_be_drawn_into_a_buffer_that_nothing_else_writes(own: bool) -> None:
+    program = kfac_fx.compile(Noisy(own), (torch.randn(5, 4),), loss="normal").program
+    assert [registration.parameters for registration in program.registrations if registration.generic] == (
+        [] if own else [("weight",), ("scale",)]
+    )
 
 
 def test_random_numbers_that_have_a_gradient_are_not() -> None:

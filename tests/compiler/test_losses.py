@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import where
+import kfac_fx
+from kfac_fx.passes.errors import LossError, where
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.normalize import normalize
@@ -381,3 +382,62 @@ def test_an_operation_that_loses_the_loss_of_forward_is_named(
     assert not found.losses and found.lost == lost
     assert found.unfollowed.startswith(f"the loss that forward returns is not followed at {place} (test_losses.py:")
     assert "loss=lambda outputs: [kfac_fx.losses.Normal(outputs[0])" in found.unfollowed
+
+
+def test_a_loop_names_its_line_once_and_few_lines_are_named() -> None:
+    def function(m: Weighed, r: Tensor) -> Tensor:
+        return sum((r[:, step].abs().mean() for step in (0, 1)), r.sqrt().mean()) + r.exp().mean() + r.sin().mean()
+
+    said = weighed(function).unfollowed.partition(": known")[0]
+    assert said.count("abs") == 1 and said.count(" (test_losses.py:") == 3 and said.endswith(" and 1 more")
+
+
+class Penalized(nn.Module):
+    """It returns outputs, and a number of its parameters alone."""
+
+    def __init__(self, number: Callable[[Penalized], Tensor], scaled: bool = False) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.3))
+        self.number, self.scaled = number, scaled
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y * self.scale if self.scaled else y, self.number(self)
+
+
+def of_first(outputs: tuple[Tensor, Tensor]) -> kfac_fx.losses.Normal:
+    return kfac_fx.losses.Normal(outputs[0])
+
+
+def test_a_penalty_on_parameters_that_is_returned_next_to_outputs_is_no_use() -> None:
+    """Such as the divergence of Bayesian layers from their prior. It has no cases. All parameters were generic."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 4)
+    net = kfac_fx.compile(Penalized(lambda model: model.layer.weight.square().sum(), True), (x,), loss=of_first)
+    assert not any(registration.generic for registration in net.registrations)
+    assert len(net.program.outputs) == 1
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3)
+    estimator.update_covariances(x)
+    rows = torch.cat([x, torch.ones(5, 1)], 1)
+    A = estimator.blocks["layer.weight", "layer.bias"].factors["A"].value[0]
+    torch.testing.assert_close(A, rows.T @ rows / 5)
+
+
+def test_a_number_with_parameters_of_its_own_may_be_an_argument_of_the_loss() -> None:
+    net = kfac_fx.compile(
+        Penalized(lambda model: model.scale.exp()),
+        (torch.randn(5, 4),),
+        loss=lambda outputs: kfac_fx.losses.Normal(outputs[0] * outputs[1]),
+    )
+    assert len(net.program.outputs) == 2 and not net.program.unused
+
+
+def test_a_loss_that_reads_a_number_that_was_taken_for_a_penalty_is_refused() -> None:
+    with pytest.raises(
+        LossError, match=r"reads a number .* taken for a penalty.* return mean, scale.expand_as\(mean\)"
+    ):
+        kfac_fx.compile(
+            Penalized(lambda model: model.scale.exp(), scaled=True),
+            (torch.randn(5, 4),),
+            loss=lambda outputs: kfac_fx.losses.Normal(outputs[0] * outputs[1]),
+        )

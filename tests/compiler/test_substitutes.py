@@ -97,7 +97,17 @@ class Refusing(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("look", [looks.asserts, looks.asserts_not, looks.asserts_close, looks.raises_error])
+@pytest.mark.parametrize(
+    "look",
+    [
+        looks.asserts,
+        looks.asserts_not,
+        looks.asserts_close,
+        looks.asserts_either,
+        looks.asserts_either_in_front,
+        looks.raises_error,
+    ],
+)
 def test_a_look_at_values_that_only_raises_is_no_obstacle_to_a_graph(look: Callable[[Tensor], None]) -> None:
     net = kfac_fx.compile(Refusing(look), (X,), loss="normal")
     assert net.recorder((X,), {}).whole
@@ -309,6 +319,24 @@ def test_the_files_of_all_classes_have_their_own_len_afterwards(own: bool) -> No
     program = kfac_fx.capture(Derived(), (torch.randn(3, 4),)).program
     assert (scope.get("len") is len) == own and "len" not in globals()
     assert (str(program.inputs[0].meta["val"].shape[0]) == "3") == own
+
+
+class Bytes(nn.Linear):
+    """Its mask is of bytes, as those of older code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = super().forward(x), x.new_ones(x.shape, dtype=torch.uint8)
+        y = torch.where(mask, y, -y)
+        return y.where(condition=1 - mask, other=2 * y)
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+def test_a_mask_of_bytes_is_a_condition() -> None:
+    torch.manual_seed(0)
+    model, x = Bytes(3, 3), torch.randn(4, 3)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    assert net.captures.first.whole
+    torch.testing.assert_close(net.functional({}, (x[:2],), {})[0], model(x[:2]))
 
 
 class Policy(nn.Module):

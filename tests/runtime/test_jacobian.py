@@ -327,3 +327,30 @@ def test_gradient_rows_have_groups_and_are_float32_at_least() -> None:
     for shape in ((2, 3, 4), (2, 3, 1, 4)):
         rows = functions.with_groups(torch.ones(shape, dtype=torch.bfloat16))
         assert rows.shape == (2, 3, 1, 4) and rows.dtype is torch.float32
+
+
+class LongFilter(nn.Module):
+    """A filter that is as long as the inputs, as of a state space."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self.rate, self.gain, self.length = nn.Parameter(torch.rand(3)), nn.Parameter(torch.randn(3)), length
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.length is None else x.reshape(len(x), 3, self.length)
+        steps = torch.arange(x.shape[-1])
+        spectrum = torch.fft.rfft(self.gain[:, None] * torch.exp(-self.rate[:, None] * steps))
+        return torch.fft.irfft(torch.fft.rfft(x) * spectrum, n=x.shape[-1])
+
+
+def test_a_function_with_a_size_of_the_inputs_says_how_to_fix_the_size() -> None:
+    x = torch.randn(5, 3, 8)
+    varying, fixed = (kfac_fx.compile(LongFilter(length), (x,), loss="mse") for length in (None, 8))
+    assert not any(registration.generic for registration in fixed.registrations)
+    for registration in varying.registrations:
+        assert registration.generic and registration.reason is not None
+        assert registration.reason.endswith(
+            ": what enters is a function of parameters, and has a size of the inputs, which may vary. If it does not, "
+            "fix it in forward, as in x = x.reshape(len(x), 128, 64) for inputs of 128 positions: the block is exact "
+            "where it is small"
+        )

@@ -290,6 +290,14 @@ def test_one_dimension_alone_needs_no_reason() -> None:
     assert report.to_dict()["cases"] == [] and "cases" not in str(report)
 
 
+def test_the_number_that_forward_returns_for_an_unknown_loss_has_no_rows_to_count() -> None:
+    class Loss(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).logsumexp(1).mean()
+
+    assert kfac_fx.compile(Loss(D, C), (torch.randn(N, D),)).report.to_dict()["cases"] == []
+
+
 class LastOfTheWrong(nn.Module):
     def __init__(self) -> None:
         super().__init__()

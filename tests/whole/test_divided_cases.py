@@ -279,3 +279,72 @@ def test_the_cause_names_is_causal_where_torch_looks_for_a_causal_mask() -> None
         "Model could not be captured as a graph\ntorch reads the values of the mask"
     )
     assert "is_causal=True" in cause_and_answer(error) and error.advice not in cause_and_answer(error)
+
+
+class Equal(nn.Module):
+    """Python takes the second part alone while both are equal, so the first batch sends no gradient through `key`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query, self.head = nn.LayerNorm(D), nn.LayerNorm(D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        key, query = self.key(rows), self.query(rows)
+        h = query if torch.equal(key, query) else key * query
+        return self.head(h.reshape(x.shape).mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_the_first_gradient_does_not_reach_needs_no_cases() -> None:
+    """Its rows are cases and positions in one, which the proof cannot see. A block of gradients of cases raised torch's
+    error of a wrong shape at the first step whose gradient reached it."""
+    torch.manual_seed(0)
+    model = Equal()
+    net = kfac_fx.compile(model, (torch.randn(N, 3, D),), loss="categorical")
+    (of_key,) = (registration for registration in net.registrations if "key.weight" in registration.parameters)
+    assert of_key.approximation == "kron"
+    assert of_key.reason == "the first batch sent no gradient through it, which would tell its cases, so not 'full'"
+    with torch.no_grad():
+        model.key.weight.mul_(1.5)
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3)
+    x = torch.randn(N, 3, D)
+    estimator.update_covariances(x)
+    factors = estimator.blocks[of_key.parameters].factors
+    normal = F.layer_norm(x, (D,)).reshape(-1, D)
+    torch.testing.assert_close(factors["A"].value[:, 0, 0], normal.square().mean(0), rtol=1e-4, atol=1e-5)
+    assert bool((factors["G"].value > 0).all())
+
+
+class Ghost(nn.Module):
+    """Ghost batch normalization: the statistics are those of pieces of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.norm(piece) for piece in x.chunk(-(-len(x) // 4), 0)])
+
+
+class InPieces(nn.Module):
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.layer, self.ghost, self.head = nn.Linear(D, D), Ghost(), nn.Linear(D, C)
+        self.divided = divided
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if self.divided and float(h.detach().sum()) < -1e9:
+            h = -h
+        return self.head(self.ghost(h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_pieces_of_a_batch_are_not_taken_for_positions_or_for_nodes(divided: bool) -> None:
+    """The pieces have no case in common, so their rows are independent. In a divided model the normalization was
+    generic, as if a case had several uses of it."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(InPieces(divided), (torch.randn(12, D),), loss="categorical")
+    (of_norm,) = (registration for registration in net.registrations if "ghost.norm.weight" in registration.parameters)
+    assert of_norm.reason == "forward takes its cases in pieces, as those of x.chunk(4), so not 'full'"
+    assert of_norm.approximation in ("kron", "kron_indep") and len(of_norm.uses) == 3
