@@ -149,8 +149,7 @@ def told(model: nn.Module, in_forward: bool, **options: Any) -> list[str]:
     return [str(warning.message) for warning in seen]
 
 
-@pytest.mark.parametrize("mask", [*MASKS, None])
-@pytest.mark.parametrize("tied", [False, True])
+@pairs(("mask", [None, *MASKS]), ("tied", [True, False]))  # quick are other pairs than above
 def test_training_with_a_mask_or_with_targets_in_forward_warns_of_nothing(tied: bool, mask: str | None) -> None:
     if mask is None:
         assert told(WithLoss(tied), True) == []

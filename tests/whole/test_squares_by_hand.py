@@ -4,7 +4,7 @@ losses of torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -42,19 +42,31 @@ def mask(y: Tensor) -> Tensor:
     return (y[:, :1] > -0.5).to(y.dtype)
 
 
+def by_torch(z: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(z, y)
+
+
+def summed(z: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(z, y, reduction="sum")
+
+
+def two_terms(z: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(z, y) + 3 * F.mse_loss(b, torch.zeros_like(b))
+
+
 SAME: dict[str, tuple[Loss, Loss]] = {
-    "square": (lambda z, b, y: (z - y).square().mean(), lambda z, b, y: F.mse_loss(z, y)),
-    "power": (lambda z, b, y: ((z - y) ** 2).mean(), lambda z, b, y: F.mse_loss(z, y)),
-    "product": (lambda z, b, y: (lambda r: r * r)(z - y).sum(), lambda z, b, y: F.mse_loss(z, y, reduction="sum")),
-    "turned": (lambda z, b, y: torch.mean((y - z).pow(2)), lambda z, b, y: F.mse_loss(z, y)),
-    "half": (lambda z, b, y: 0.5 * torch.square(z - y).sum(1).mean(), lambda z, b, y: F.mse_loss(z, y)),
+    "square": (lambda z, b, y: (z - y).square().mean(), by_torch),
+    "power": (lambda z, b, y: ((z - y) ** 2).mean(), by_torch),
+    "product": (lambda z, b, y: (lambda r: r * r)(z - y).sum(), summed),
+    "turned": (lambda z, b, y: torch.mean((y - z).pow(2)), by_torch),
+    "half": (lambda z, b, y: 0.5 * torch.square(z - y).sum(1).mean(), by_torch),
     "two terms": (
         lambda z, b, y: (z - y).square().mean() + 3 * (b**2).mean(),
-        lambda z, b, y: F.mse_loss(z, y) + 3 * F.mse_loss(b, torch.zeros_like(b)),
+        two_terms,
     ),
     "next to a loss of torch": (
         lambda z, b, y: F.mse_loss(z, y) + 3 * (b**2).mean(),
-        lambda z, b, y: F.mse_loss(z, y) + 3 * F.mse_loss(b, torch.zeros_like(b)),
+        two_terms,
     ),
     "next to another kind": (
         lambda z, b, y: F.cross_entropy(z, y[:, 0].gt(0).long()) + 3 * (b - 1).square().mean(),
@@ -70,7 +82,7 @@ SAME: dict[str, tuple[Loss, Loss]] = {
     ),
     "stacked": (
         lambda z, b, y: torch.stack([(z - y).square().mean(), 3 * (b**2).mean()]).sum(),
-        lambda z, b, y: F.mse_loss(z, y) + 3 * F.mse_loss(b, torch.zeros_like(b)),
+        two_terms,
     ),
     "named": (
         lambda z, b, y: {"loss": (z - y).square().mean(), "outputs": z},
@@ -82,11 +94,11 @@ SAME: dict[str, tuple[Loss, Loss]] = {
     ),
     "a squared norm": (
         lambda z, b, y: torch.linalg.vector_norm(z - y) ** 2,
-        lambda z, b, y: F.mse_loss(z, y, reduction="sum"),
+        summed,
     ),
     "a norm times itself": (
         lambda z, b, y: (lambda r: r * r)((z - y).norm()),
-        lambda z, b, y: F.mse_loss(z, y, reduction="sum"),
+        summed,
     ),
     "a squared norm next to a loss of torch": (
         lambda z, b, y: F.mse_loss(z, y) + z.norm() ** 2,
@@ -101,6 +113,7 @@ NEED_SIZES = (  # those of example inputs
 )
 
 
+@cache  # many rows have the same loss of torch
 def factors_of(loss: Loss, exported: bool) -> list[Tensor]:
     torch.manual_seed(0)
     net = kfac_fx.compile(Trained(loss), batch() if exported else None)
@@ -114,8 +127,7 @@ def factors_of(loss: Loss, exported: bool) -> list[Tensor]:
     ("name", "exported"), [(name, sized) for name in SAME for sized in (False, True) if sized or name not in NEED_SIZES]
 )
 def test_squares_by_hand_have_the_factors_of_torch_s_loss(name: str, exported: bool) -> None:
-    by_hand, by_torch = SAME[name]
-    for mine, wanted in zip(*(factors_of(loss, exported) for loss in (by_hand, by_torch)), strict=True):
+    for mine, wanted in zip(*(factors_of(loss, exported) for loss in SAME[name]), strict=True):
         torch.testing.assert_close(mine, wanted)
 
 
