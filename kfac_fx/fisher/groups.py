@@ -65,7 +65,9 @@ from kfac_fx.linalg.matrices import (
     eigh_of_blocks,
     exponent,
     full_precision,
+    is_in_blocks,
     mean_eigenvalue,
+    multiply_both,
     multiply_left,
     multiply_right,
     pi_correction,
@@ -495,6 +497,11 @@ class BlockGroup:
         """Whether products with W [g, o, i] take one matrix for every side. Zeros around both change nothing then."""
         return self.right is not None
 
+    @property
+    def multiplies_dense(self) -> bool:
+        """Whether both of these matrices are dense."""
+        return self.multiplies_whole and not any(side.diagonal for side in self.sides)
+
     def operands(self, root: Root) -> list[str]:
         """The names of the operators of a root."""
         return [str(side) for side in self.sides]
@@ -521,6 +528,8 @@ class BlockGroup:
     def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
         """X_G W X_Aᵀ, or X_Gᵀ W X_A, of one W [L, g, o, i] or of B of them, [B, L, g, o, i]."""
         left, *right = operators
+        if matrix.dim() == 4 and self.multiplies_dense and not any(map(is_in_blocks, operators)):
+            return multiply_both(left, matrix, right[0], transpose)
         rows = matrix if right else matrix.flatten(-3).unsqueeze(-1).unsqueeze(-3)
         rows = self.turn_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
         if right:

@@ -96,32 +96,37 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 # --- products -------------------------------------------------------------------------------------------------------
 
 CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache; CUDA loads rows of so many halves at once
-WORTH_ALIGNING = 256  # columns
+WORTH_ALIGNING = 512  # rows and columns of a result in float32
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, [..., a, b] and [..., b, c] with the same leading dimensions -> [..., a, c].
 
-    A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
-    where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
+    A bias makes sides of odd width. In float32 a CPU takes 2/3 of the time for large results if every row of the result
+    begins a line of its cache; where the rows of the operands begin does not matter. Smaller results and those in
+    bfloat16 gain nothing. Compilers and autograd cannot handle such results.
 
-    The memory between the rows of a result is zero. The next product may be in bfloat16, and processors with AMX read a
-    number behind every row of odd width there and multiply it by 0: a NaN in free memory became a NaN in the result.
+    The memory between the rows of a result is zero. Where the user allows products in bfloat16, processors with AMX
+    read a number behind every row of odd width and multiply it by 0: a NaN in free memory became a NaN in the result.
     """
     if has_autocast(left.device):  # it would round the products of an estimator
         with without_autocast(left.device):
             return matmul(left, right)
     columns = right.shape[-1]
-    if columns < WORTH_ALIGNING or (width := cache_aligned(columns)) == columns:
-        return left @ right
-    if left.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return left @ right
-    padded = left.new_empty(*left.shape[:-1], width)
+    stacks = left.flatten(0, -3), right.flatten(0, -3)
+    if not is_worth_aligning(left, columns) or not writes_parts(left, right):
+        return torch.bmm(*stacks).view(*left.shape[:-1], columns)
+    padded = left.new_empty(*left.shape[:-1], cache_aligned(columns))
     padded[..., columns:] = 0
     result = padded[..., :columns]
-    for a, b, out in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
+    for a, b, out in zip(*stacks, result.flatten(0, -3), strict=True):
         torch.mm(a, b, out=out)
     return result
+
+
+def is_worth_aligning(left: Tensor, columns: int) -> bool:
+    rows, wide = left.shape[-2], columns >= WORTH_ALIGNING
+    return wide and rows >= WORTH_ALIGNING and left.dtype.itemsize >= 4 and columns % CACHE_LINE > 0
 
 
 def half_products(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -266,6 +271,15 @@ def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
     if not is_in_blocks(side):
         return matmul(matrix, side)
     return by_blocks(((matrix[..., rows], block, (slice(None), rows)) for rows, block in blocks_of(side)), matrix)
+
+
+def multiply_both(left: Tensor, matrix: Tensor, right: Tensor, transpose: bool) -> Tensor:
+    """left @ matrix @ rightᵀ, or leftᵀ @ matrix @ right, of stacks [..., d, d], [..., d, e] and [..., e, e]."""
+    a, w, b = (left.mT, matrix, right) if transpose else (left, matrix, right.mT)
+    if is_worth_aligning(w, w.shape[-1]) or has_autocast(w.device):
+        return matmul(matmul(a, w), b)
+    # In small networks the host takes longer to make stacks twice than to multiply.
+    return torch.bmm(torch.bmm(a.flatten(0, -3), w.flatten(0, -3)), b.flatten(0, -3)).view(matrix.shape)
 
 
 def by_blocks(products: Iterable[tuple[Tensor, Tensor, tuple[slice, slice]]], like: Tensor) -> Tensor:

@@ -46,26 +46,41 @@ def spd(batch: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("columns", [3, linalg.WORTH_ALIGNING, linalg.WORTH_ALIGNING + 1])
 def test_a_product_is_one_whatever_rows_its_result_has(columns: int) -> None:
-    left, right = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 5, columns, dtype=torch.float64)
+    rows = linalg.WORTH_ALIGNING
+    left, right = torch.randn(2, 3, rows, 5, dtype=torch.float64), torch.randn(2, 3, 5, columns, dtype=torch.float64)
     with torch.no_grad():
         found = linalg.matmul(left, right)
     torch.testing.assert_close(found, torch.einsum("lgab,lgbc->lgac", left, right))
     assert columns < linalg.WORTH_ALIGNING or found.stride(-2) % linalg.CACHE_LINE == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_between_the_rows_of_a_product_is_zero(dtype: torch.dtype, free_memory_is_nan: None) -> None:
+def test_what_lies_between_the_rows_of_a_product_is_zero(free_memory_is_nan: None) -> None:
     """On processors with AMX, a product in bfloat16 reads a number behind each of its rows of odd width."""
-    left, right = torch.ones(1, 1, 4, 5, dtype=dtype), torch.ones(1, 1, 5, linalg.WORTH_ALIGNING + 1, dtype=dtype)
+    rows, columns = linalg.WORTH_ALIGNING, linalg.WORTH_ALIGNING + 1
     with torch.no_grad():
-        found = linalg.matmul(left, right)[0, 0]
-        whole = found.as_strided((4, found.stride(0)), found.stride())
+        found = linalg.matmul(torch.ones(1, 1, rows, 5), torch.ones(1, 1, 5, columns))[0, 0]
+        whole = found.as_strided((rows, found.stride(0)), found.stride())
     assert whole.shape[1] > found.shape[1]
-    torch.testing.assert_close(whole.sum(1), 5.0 * found.new_full((4,), linalg.WORTH_ALIGNING + 1))
+    torch.testing.assert_close(whole.sum(1), torch.full((rows,), 5.0 * columns))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(8, torch.float32), (linalg.WORTH_ALIGNING, torch.bfloat16)])
+def test_results_that_gain_nothing_by_aligned_rows_have_none(rows: int, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        found = linalg.matmul(torch.ones(1, rows, 5).to(dtype), torch.ones(1, 5, linalg.WORTH_ALIGNING + 1).to(dtype))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_product_with_both_sides_is_that_of_two_products(transpose: bool) -> None:
+    left, matrix, right = (torch.randn(2, 3, *shape, dtype=torch.float64) for shape in ((4, 4), (4, 5), (5, 5)))
+    found = linalg.multiply_both(left, matrix, right, transpose)
+    torch.testing.assert_close(found, left.mT @ matrix @ right if transpose else left @ matrix @ right.mT)
 
 
 def test_a_product_with_wide_rows_has_a_gradient_and_no_graph_break() -> None:
-    left, right = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 3, linalg.WORTH_ALIGNING + 1, requires_grad=True)
+    left = torch.randn(1, 2, linalg.WORTH_ALIGNING, 3)
+    right = torch.randn(1, 2, 3, linalg.WORTH_ALIGNING + 1, requires_grad=True)
     linalg.matmul(left, right).sum().backward()
     assert right.grad is not None
     torch.testing.assert_close(right.grad, left.sum(-2).unsqueeze(-1).expand_as(right))
