@@ -574,10 +574,11 @@ class CompiledModule(nn.Module):
             and torch.is_grad_enabled()
             and (captures.trained.any_now or not captures.structure.same)
         ):
-            if transforms() or captures.structure.lent:
+            same = captures.structure.same  # a walk through all modules
+            if transforms() or (not same and captures.structure.lent):
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
-            captures.structure.check()
+            captures.structure.check(same)
             if not captures.trained.any_now:
                 return self._plain(*args, **kwargs)
             if not captures.recorders or captures.trained.unfrozen or captures.looks_for_path():

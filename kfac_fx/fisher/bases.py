@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -367,6 +368,16 @@ class Means:
     def are_of(self, fisher: BlockDiagonalFisher) -> bool:
         """Whether the groups with factors are still the same."""
         return list(map(id, groups_with_factors(fisher))) == list(map(id, self.groups))
+
+    @cached_property
+    def bases(self) -> list[list[Tensor]]:
+        """`basis_of` every group. The tensors stay where they are, and new bases are written into them."""
+        return [basis_of(group) for group in self.groups]
+
+    @cached_property
+    def eigenvalues(self) -> list[list[Tensor]]:
+        """`eigenvalues_of` every group, as the bases."""
+        return [eigenvalues_of(group) for group in self.groups]
 
     @property
     def sizes(self) -> list[int]:

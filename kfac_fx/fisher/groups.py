@@ -714,9 +714,12 @@ class FixedMatrices:
     views: Tensors  # by the names of the registrations
 
     @staticmethod
-    def of(groups: Sequence[BlockGroup]) -> FixedMatrices | None:
-        """None if the layout of a parameter has no views."""
-        matrices = [torch.zeros(len(group), *group.shape, dtype=group.dtype, device=group.device) for group in groups]
+    def of(groups: Sequence[BlockGroup], dtypes: Sequence[torch.dtype]) -> FixedMatrices | None:
+        """None if the layout of a parameter has no views. dtypes: of the matrices of every group."""
+        matrices = [
+            torch.zeros(len(group), *group.shape, dtype=dtype, device=group.device)
+            for group, dtype in zip(groups, dtypes, strict=True)
+        ]
         views: Tensors = {}
         for group, matrix in zip(groups, matrices, strict=True):
             of_group = group.by_name(matrix)

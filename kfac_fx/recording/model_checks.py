@@ -731,9 +731,11 @@ class Structure:
         kinds = (isinstance(tensor, nn.Parameter) for tensor in self.model.parameters())
         return in_functional_call() or not all(kinds)
 
-    def check(self) -> None:
-        """Raises ModelChangedError with the names of all that was replaced, added or removed, or has another shape."""
-        if self.same:
+    def check(self, same: bool = False) -> None:
+        """Raises ModelChangedError with the names of all that was replaced, added or removed, or has another shape.
+
+        same: whether `same` is known to be true."""
+        if same or self.same:
             self.check_shapes()
             return
         if not self.sharded and any(map(is_sharded, self.model.parameters())):

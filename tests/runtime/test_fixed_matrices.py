@@ -91,7 +91,7 @@ def test_steps_by_fixed_views_are_those_by_new_memory(name: str, monkeypatch: py
         assert torch.equal(left, right)
     monkeypatch.undo()
     groups = memory_of(optimizer).means.groups
-    assert FixedMatrices.of(groups) is not None
+    assert FixedMatrices.of(groups, [group.dtype for group in groups]) is not None
     flat, _ = optimizer._step_state.vectors.of(optimizer.param_groups, optimizer.state)
     assert flat is not None
     assert (memory_of(optimizer).fixed(flat) is None) == (name == "pieces")
@@ -113,7 +113,7 @@ def test_a_large_network_has_no_memory_for_matrices(monkeypatch: pytest.MonkeyPa
 
 def test_views_that_there_are_not_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(FixedMatrices, "of", staticmethod(lambda groups: looked.append(len(groups))))
+    monkeypatch.setattr(FixedMatrices, "of", staticmethod(lambda groups, dtypes: looked.append(len(groups))))
     trained(deep)
     assert len(looked) == 1
 

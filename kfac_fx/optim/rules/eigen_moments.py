@@ -149,10 +149,8 @@ from kfac_fx.fisher.bases import (
     MEAN_VALUES,
     Means,
     StepScalars,
-    basis_of,
     combine,
     divide_root,
-    eigenvalues_of,
     has_bases_in_blocks,
     in_new_basis,
     momentum_of,
@@ -654,7 +652,8 @@ class EigenMemory(Memory):
         if flat.division is not UNDIVIDED or self.scalar.device.type != "cpu" or means.are_large:
             return None
         if self._fixed_of is not means:
-            self._fixed_of, self._fixed = means, FixedMatrices.of(means.groups)
+            self._fixed_of = means  # in the precision of the bases, in which they are multiplied
+            self._fixed = FixedMatrices.of(means.groups, [basis[0].dtype for basis in means.bases])
         return self._fixed if self._fixed is not None and self._fixed.views.keys() == flat.parameters.keys() else None
 
     def padded(self, flat: FlatParameters) -> PaddedStep | None:
@@ -673,7 +672,7 @@ class EigenMemory(Memory):
         return self._padded if self._padded.fits(means, flat) else None
 
     def reset(self) -> None:
-        self._padded = None
+        self._means = self._padded = None
 
     def forget_update(self, where: Tensor) -> None:
         if self._padded is not None:
@@ -760,8 +759,7 @@ def step_in_bases(
         return {}
     accepted, beta = moving(means.groups, accept, still), momentum_of(means.groups, momentum, most)
     scalars = means.advance(accepted, beta, decay, nesterov)
-    bases, eigenvalues = ([of(group) for group in means.groups] for of in (basis_of, eigenvalues_of))
-    return (run or directions)(fisher, means, gradient, scalars, exponent, bases, eigenvalues)
+    return (run or directions)(fisher, means, gradient, scalars, exponent, means.bases, means.eigenvalues)
 
 
 @torch.no_grad()
