@@ -328,8 +328,8 @@ class FlatParameters:
 
     def has_gradient(self) -> Tensor:
         """Whether a gradient is other than zero, 0-dim. Where the host may read their sum, it usually tells."""
-        if all_true(self.sum != 0):
-            return torch.ones_like(self.sum, dtype=torch.bool)
+        if all_true(is_other := self.sum != 0):
+            return is_other
         return self.division.total(self.g.any().to(self.g.dtype)) > 0
 
     def may_be_added(self, move: Tensor) -> Tensor:
@@ -624,6 +624,8 @@ class Vectors:
 
     def absent(self, flat: FlatParameters) -> Tensors:
         """Zeros for the parameters in Fisher blocks that have no gradient, by name."""
+        if self.registered <= flat.parameters.keys():
+            return {}
         idle = self.estimator.idle(flat.parameters)
         return {
             name: self.scalar.new_zeros(flat.division.in_blocks(name, real_numbers(parameter)))

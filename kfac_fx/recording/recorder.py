@@ -656,7 +656,8 @@ class Recorder:
     @property
     def knows_loss(self) -> bool:
         """Whether a loss is known: it was declared, or forward computes it."""
-        return self.losses.are_known or (not self.whole and self.is_mean is not None)
+        declared = self.loss is not None  # every step asks
+        return declared or self.losses.are_known or (not self.whole and self.is_mean is not None)
 
     @property
     def whole(self) -> bool:
