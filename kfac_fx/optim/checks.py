@@ -27,7 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import HostCopy, copy_if_
+from kfac_fx.linalg.matrices import HostCopy, all_true, copy_if_
 from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import COARSE, SHARE, BatchLoss, Values, part_of_batch, share_of_checks
@@ -470,6 +470,8 @@ def revert(
 
 def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
     """Return to other parameters, by name, where `where` is true."""
+    if all_true(~where):  # as behind most checks
+        return
     for name, copy in flat.copies.items():
         copy_if_(where, copy, there[name])
 
