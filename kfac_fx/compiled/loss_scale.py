@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.compiled.report import fold
-from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
+from kfac_fx.linalg.matrices import dense, is_differentiable, uneven_numbers, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of, place_of_leaf
@@ -269,7 +269,7 @@ def weights_of_cases(reached: Reached, if_padding: str) -> list[str]:
 
     if_padding: see `words_of_padding`.
     """
-    loss, coefficient, gradient, _, _, _ = reached
+    loss, coefficient, gradient = reached.loss, reached.weight, reached.gradient
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 2 or not fits:
         return []
@@ -390,6 +390,23 @@ def words_of_padding(watched: Watched) -> str:
     if recorder.program.mask is None:
         return IF_PADDING.format(", ".join(names), is_real)
     return IF_MASKED.format(", ".join(names), is_real, is_next_real)
+
+
+def untrained_are_learned(watched: Watched, reached: Reached) -> bool:
+    """Whether the elements of a loss's inputs without a gradient depend on parameters that learn; those of a trajectory
+    at its first time, which is an input, do not. One forward and one backward; True where these cannot tell."""
+    untrained = reached.gradient == 0
+    may_tell = watched.places and watched.cases is None and bool(untrained.any())
+    again = watched.run_again() if may_tell else None
+    if again is None:
+        return True
+    leaves, learned = again
+    loss = watched.on([leaves[place] for place in watched.places])[reached.number][1]
+    if not loss.inputs.requires_grad or loss.inputs.shape != reached.gradient.shape:
+        return True
+    sent = torch.where(untrained, uneven_numbers([loss.inputs])[0], 0)
+    gradients = torch.autograd.grad(loss.inputs, list(learned.values()), sent, allow_unused=True)
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def begun(sentence: str) -> str:
@@ -733,8 +750,9 @@ class Watched:
         outputs = list(self.outputs)
         for place, value in zip(self.places, fisher, strict=False):
             outputs[place] = value
+        of_losses = fisher[: len(fisher_places(self.recorder, list(self.places)))] if self.places else fisher
         return self.recorder.losses.on(
-            results.tree_unflatten(outputs, self.spec), tuple(fisher), self.targets, self.rows
+            results.tree_unflatten(outputs, self.spec), tuple(of_losses), self.targets, self.rows
         )
 
 
@@ -828,7 +846,8 @@ def watch_leaves(
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
             raise
-    cases, part = enough(fisher) if not recorder.emitted.case_dims else (None, 1.0)
+    of_cases = fisher[: len(fisher_places(recorder, places))] if places else fisher
+    cases, part = enough(of_cases) if not recorder.emitted.case_dims else (None, 1.0)
     if cases == 0:
         return None
     watched = Watched(
@@ -842,14 +861,15 @@ def watch_leaves(
         cases,
         part,
         may_be_scaled(fisher),
-        rows=recorder.losses.first_rows(fisher, values, cases, part),
+        rows=recorder.losses.first_rows(of_cases, values, cases, part),
         around=around,
-        padding=first_padding(recorder.emitted.padding(values, fisher), cases),
+        padding=first_padding(recorder.emitted.padding(values, of_cases), cases, len(fisher)),
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
         values=values,
         start=start,
     )
-    axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), places)
+    of_outputs = fisher_places(recorder, places)
+    axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), of_outputs)
     for leaf in hooked:
         take_gradient(leaves[leaf], watched.take, leaf, axes.get(leaf))
     return watched
@@ -894,7 +914,7 @@ def take_gradient(
 
 
 def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int], bool]:
-    """(numbers of the returned leaves through which the loss is trained, whether they are the Fisher's outputs).
+    """(numbers of the returned leaves through which the loss is trained, whether the first are the Fisher's outputs).
 
     Otherwise they are the numbers that forward returns, such as the loss; none if the structure tells nothing. The
     joined graph of a divided model has the outputs of its submodules, which do not tell what forward returns. A tensor
@@ -917,7 +937,16 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     places = [place[node] for node in wanted]
     losses = places_of_losses(recorder, leaves)
     # A gradient that a returned loss sends into outputs does not tell which of these it comes to first.
-    return (losses, False) if losses and before_others([leaves[n] for n in places]) else (places, True)
+    if losses and before_others([leaves[n] for n in places]):
+        return losses, False
+    penalties = [n for n in numbers if n not in places] if not recorder.program.losses else []
+    return places + penalties, True
+
+
+def fisher_places(recorder: Recorder, places: list[int]) -> list[int]:
+    """Those of the Fisher's outputs among the watched leaves: without numbers that are computed from parameters alone,
+    such as the divergence of Bayesian layers from their prior."""
+    return places[: len(recorder.program.outputs)] if recorder.whole else places
 
 
 def apart_from_others(recorder: Recorder, outputs: Any) -> Any:
@@ -989,12 +1018,16 @@ def first(tensor: Tensor, cases: int | None) -> Tensor:
 
 
 def first_padding(
-    padding: tuple[Tensor, Sequence[Dims | None]] | None, cases: int | None
+    padding: tuple[Tensor, Sequence[Dims | None]] | None, cases: int | None, outputs: int
 ) -> tuple[Tensor, Sequence[Dims | None]] | None:
-    """The padding of the first cases; None if nothing is padding, or if these are not told apart along dimension 0."""
-    if padding is None or cases is None:
-        return padding
+    """The padding of the first cases, with dimensions for so many outputs; None if nothing is padding, or if these are
+    not told apart along dimension 0."""
+    if padding is None:
+        return None
     mask, dims = padding
+    dims = [*dims, *[None] * (outputs - len(dims))]
+    if cases is None:
+        return mask, dims
     wanted = [of_output for of_output in dims if of_output is not None]
     if all(len(set(of_output)) == 1 for of_output in wanted):  # cases and positions are merged
         return mask.reshape(-1)[:cases], dims
@@ -1457,8 +1490,8 @@ def check_scale(
             declared = len(of_losses) == 1 and used[0].recorder.loss is not None
             lines += weights_of_squares(reached, known * loss_scale if known is not None and declared else None)
             for reach in reached:
-                lines += weights_of_cases(reach, if_padding)
-                lines += lines_of_rows(reach, if_padding)
+                of_cases = [*weights_of_cases(reach, if_padding), *lines_of_rows(reach, if_padding)]
+                lines += of_cases if of_cases and untrained_are_learned(used[0], reach) else []
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
                 lines += unread
@@ -1903,6 +1936,7 @@ class Reached(NamedTuple):
     loss: LossFunction
     weight: float | Tensor  # as registered
     gradient: Tensor  # of its inputs, in the trained loss; finite
+    number: int  # among the registered losses
     spec: object  # the origin of the loss
     of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
     is_single: bool = True  # there is one loss, of all of the only output
@@ -1924,18 +1958,17 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
     leaves, weighted = watched.losses()
     arrived, spec = watched.arrived(), watched.recorder.loss
     shared = {id(loss) for loss in on_shared_elements([loss for _, _, loss in weighted], leaves)}
-    pairs = [
-        (loss, weight, gradient_behind(loss.inputs, leaves, arrived))
-        for weight, _, loss in weighted
-        if id(loss) not in shared
-    ]
+    apart = [(number, weight, loss) for number, (weight, _, loss) in enumerate(weighted) if id(loss) not in shared]
     found = []
-    for loss, weight, gradient in pairs:
+    for number, weight, loss in apart:
+        gradient = gradient_behind(loss.inputs, leaves, arrived)
         if gradient is not None and bool(gradient.isfinite().all()):
             cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
-            found.append(Reached(loss, weight, gradient, spec, of_case, watched.only_output(weighted) is not None))
+            found.append(
+                Reached(loss, weight, gradient, number, spec, of_case, watched.only_output(weighted) is not None)
+            )
     return found
 
 

@@ -692,3 +692,16 @@ class HostCopy:
         if self.event is not None:
             self.event.synchronize()
         return self.value
+
+
+GOLDEN = 0.6180339887498949
+
+
+def uneven_numbers(like: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers between 1 and 2 of these shapes. Two slices of them differ by much in some place."""
+    total = sum(tensor.numel() for tensor in like)
+    if not total:
+        return [torch.ones_like(tensor) for tensor in like]
+    every = torch.arange(total, device=like[0].device, dtype=torch.float64).square().mul(GOLDEN).frac().add(1)
+    parts = every.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least_one
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
-from kfac_fx.compiled.loss_scale import hooked_leaves, losses_apart, take_gradient
-from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
+from kfac_fx.compiled.loss_scale import fisher_places, hooked_leaves, losses_apart, take_gradient
+from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full, uneven_numbers
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
@@ -71,7 +71,6 @@ from kfac_fx.recording.equivalence import (
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
-GOLDEN = 0.6180339887498949
 ROUNDINGS = 16.0  # of a gradient, by which one that is solved for may differ
 # The autocast of the precision that is entered at present; None: none is.
 ENTERED: ContextVar[tuple[tuple[str, torch.dtype], ...] | None] = ContextVar("ENTERED", default=None)
@@ -137,8 +136,8 @@ class ObservedForward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     returned: Any  # what the model returned, detached
-    leaves: Sequence[int]  # the returned leaves through which the loss is trained
-    at_outputs: bool  # whether these are the Fisher's outputs
+    leaves: list[int]  # the returned leaves through which the loss is trained
+    at_outputs: bool  # whether the first of these are the Fisher's outputs
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights | None = None  # of the forward
@@ -178,7 +177,7 @@ class ObservedForward:
 
         def at(leaves: list[int], at_outputs: bool) -> ObservedForward:
             forward = ObservedForward(recorder, args, kwargs, tree, leaves, at_outputs, precision, weights=weights)
-            axes = recorder.axes_of_log_probabilities(outputs, leaves) if at_outputs else {}
+            axes = recorder.axes_of_log_probabilities(outputs, fisher_places(recorder, leaves)) if at_outputs else {}
             for leaf in dict.fromkeys(leaves):
                 take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
             return forward
@@ -357,7 +356,8 @@ class BatchLoss:
         """The values of what the model returned. fisher: the Fisher's outputs; None: the observed leaves."""
         returned = results.tree_flatten(outputs)[0]
         leaves = [returned[n] for n in forward.leaves]
-        fisher = tuple(leaves) if fisher is None else fisher
+        if fisher is None:
+            fisher = tuple(leaves[: len(fisher_places(forward.recorder, forward.leaves))])
         if not forward.recorder.losses.are_known:
             return Values(self.unnamed(forward, leaves), leaves)
         # Not `net.losses` for a whole graph, which looks for a capture of the call: a part may have a single example.
@@ -672,16 +672,6 @@ class SolvedGradients:
         return SolvedGradients(solved, known, explained)
 
 
-def uneven_numbers(like: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers between 1 and 2 of these shapes. Two slices of them differ by much in some place."""
-    total = sum(tensor.numel() for tensor in like)
-    if not total:
-        return [torch.ones_like(tensor) for tensor in like]
-    every = torch.arange(total, device=like[0].device, dtype=torch.float64).square().mul(GOLDEN).frac().add(1)
-    parts = every.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
-
-
 def quotients(old: Values, new: Values, step: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """(the inputs of the losses, the difference quotients of these and of the leaves)."""
     primals = [loss.inputs for _, loss in old.losses]
@@ -741,7 +731,7 @@ def part_of_forward(forward: ObservedForward, share: float) -> ObservedForward:
         dims = dict(zip(forward.leaves, recorder.emitted.dims_of_cases(len(forward.leaves)), strict=True))
         factor = total / wanted
         gradients = {
-            leaf: precise(first_rows(gradient, dims[leaf], total, wanted)) * factor
+            leaf: precise(first_rows(gradient, dims[leaf], total, wanted)) * factor if gradient.dim() else gradient
             for leaf, gradient in gradients.items()
         }
     args, kwargs = recorder.part_of_call(forward.args, forward.kwargs, share)

@@ -406,8 +406,8 @@ class EmittedModel(ABC):
         """The first `wanted` of `total` examples of every input that has them."""
 
     def dims_of_cases(self, outputs: int) -> Sequence[int]:
-        """The dimension of the cases in each of the Fisher's outputs."""
-        return self.case_dims or [0] * outputs
+        """The dimension of the cases in each of the Fisher's outputs, and 0 for further ones."""
+        return [*self.case_dims, *[0] * (outputs - len(self.case_dims))]
 
     @abstractmethod
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:

@@ -294,6 +294,17 @@ class WithOthers(nn.Module):
         return z, z.square() - 1, (z + z.square()).sin(), self.inner[0].weight, z
 
 
+class Penalized(nn.Module):
+    """Returns a number that is computed from parameters alone, as Bayesian layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.stack([p.sum() for p in self.parameters()]).sum(), self.inner(x)
+
+
 OF_ONE_ANOTHER: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Callable[[Any], Tensor]]] = {
     "a matrix and its transpose": (
         Similarities,
@@ -309,6 +320,12 @@ OF_ONE_ANOTHER: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any
             F.cross_entropy(o[0], CLASSES) + (o[1] - VALUES).square().sum(1).mean()
             + 0.5 * F.binary_cross_entropy_with_logits(o[2], VALUES, reduction="sum") / CASES
         ),
+    ),
+    "a penalty of all parameters": (
+        Penalized,
+        (X,),
+        lambda o: losses.Categorical(o[1]),
+        lambda o: F.cross_entropy(o[1], CLASSES) + 0.01 * o[0],
     ),
     "a term of a parameter": (
         WithOthers,

@@ -878,6 +878,33 @@ def test_cases_that_may_be_padding_have_a_mask_of_what_forward_takes(
     assert (" Else let forward compute the loss" if real else " trained. Let forward compute the loss") in told
 
 
+class Trajectory(nn.Module):
+    """Three steps of Euler's from an initial state, which the outputs begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Linear(4, 4)
+
+    def forward(self, y: Tensor) -> Tensor:
+        states = [y]
+        for _ in range(3):
+            states.append(states[-1] + 0.1 * self.field(states[-1]).tanh())
+        return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_positions_that_no_parameter_moves_are_not_told_as_left_out(left_out: int) -> None:
+    """Those of the first time are the inputs, so their gradient is zero, whatever the loss is."""
+    net = kfac_fx.compile(Trajectory(), loss="mse")
+
+    def trained(z: Tensor) -> Tensor:
+        targets = torch.cat([VALUES[:, None], torch.ones(8, 3, 4)], 1)
+        return (z - targets).square()[:, : 4 - left_out].sum() / z.numel()
+
+    told = [text for text in in_steps(net, trained, VALUES) if "leaves out" in text]
+    assert len(told) == left_out
+
+
 def test_cases_without_a_number_to_fit_are_told() -> None:
     targets = torch.where(PART.unsqueeze(-1), VALUES, torch.nan)
     known = ~targets.isnan()
