@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -142,21 +142,18 @@ def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | list[Any] | None, dic
     return result
 
 
-def of_values(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """(the tree with the values of nested tensors instead of them, a function that makes the nested tensors of such a
-    tree again): a gradient that reaches a nested tensor reaches its values, too."""
+def of_values(tree: Any) -> tuple[Any, Any]:
+    """(the tree with nested tensors that are made of their values, the same tree of these values): a gradient that
+    reaches a nested tensor reaches its values, too."""
     leaves, spec = pytree.tree_flatten(tree)
-    offsets = {n: cast(Any, of).offsets() for n, of in enumerate(leaves) if isinstance(of, Tensor) and of.is_nested}
-    if not offsets:
-        return tree, lambda values: values
-
-    def with_nested(values: Any) -> Any:
-        plain = enumerate(pytree.tree_leaves(values))
-        nested = [nested_tensor_from_jagged(of, offsets[n]) if n in offsets else of for n, of in plain]
-        return pytree.tree_unflatten(nested, spec)
-
-    values = [leaf.values() if n in offsets else leaf for n, leaf in enumerate(leaves)]
-    return pytree.tree_unflatten(values, spec), with_nested
+    if not any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        return tree, tree
+    plain = [leaf.values() if isinstance(leaf, Tensor) and leaf.is_nested else leaf for leaf in leaves]
+    nested = [
+        value if value is leaf else nested_tensor_from_jagged(value, leaf.offsets())
+        for value, leaf in zip(plain, leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(nested, spec), pytree.tree_unflatten(plain, spec)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

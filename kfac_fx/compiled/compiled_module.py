@@ -366,8 +366,8 @@ class ForwardListener(Protocol):
         Returns the outputs, or None if the model is to compute them.
         """
 
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Called after every such forward, with its outputs. Returns those that the user gets."""
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Called after every such forward, with the outputs that the user gets."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Called after the gradients of the module are zeroed."""
@@ -587,8 +587,9 @@ class CompiledModule(nn.Module):
                 with self._listener.forgetting_on_error():
                     outputs = self._listener.on_forward(args, kwargs)
                     outputs = self._plain(*args, **kwargs) if outputs is None else outputs
-                    values, with_nested = results.of_values(outputs)
-                    return with_nested(self._listener.on_outputs(args, kwargs, values))
+                    outputs, watched = results.of_values(outputs)
+                    self._listener.on_outputs(args, kwargs, watched)
+                return outputs
         return self._plain(*args, **kwargs)
 
     @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]

@@ -70,6 +70,7 @@ from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder, in_one_memory
 
 ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
+ROUNDINGS = 16.0  # of a gradient, by which one that is solved for may differ
 ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
 CERTAIN = 0.999  # a probability
 SMALL = 0.1  # a part of the gradient that is not worth a warning
@@ -616,12 +617,14 @@ class Watched:
     part: float  # of the batch that is kept
     scaled: bool  # ran under an autocast to float16, for which people scale the loss
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
+    sent: dict[int, Tensor] | None = None  # see `own`, once they have been asked for
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     losses_at: Sequence[int] = ()  # of the losses that forward computes among the outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
     padding: tuple[Tensor, Sequence[Dims | None]] | None = None  # the mask, and its dimensions in the Fisher's outputs
+    meet: bool = False  # some of the outputs are computed from others
     numbers: tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]] = ({}, {})  # returned: losses, and others
     apart: Sequence[int] = ()  # the other returned tensors that no loss of forward reads, by leaf
     of_numbers: dict[int, Tensor] = field(default_factory=dict)  # the gradients of all these that arrived, by leaf
@@ -643,7 +646,7 @@ class Watched:
         gradients = dict(zip(self.places, other.arrived(), strict=True))
         for place, gradient in self.gradients.items():
             gradients[place] = gradients[place] + gradient
-        return replace(self, gradients=gradients, roots=self.roots | other.roots)
+        return replace(self, gradients=gradients, sent=None, roots=self.roots | other.roots)
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
@@ -652,6 +655,7 @@ class Watched:
         now = backward_here()
         self.roots |= {(now, id(root)): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
+        self.sent = None
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
     def take_number(self, leaf: int, gradient: Tensor | None) -> None:
@@ -690,10 +694,18 @@ class Watched:
         gradients = [self.gradients[leaf] for leaf in self.losses_at if leaf in self.gradients]
         return float(gradients[0]) if len(gradients) == len(self.losses_at) == 1 and gradients[0].numel() == 1 else None
 
+    def own(self) -> dict[int, Tensor]:
+        """By leaf the gradient that the user sent there: a loss and its parts are both returned, and the gradient of
+        the loss arrives at the parts, too."""
+        if self.sent is None:
+            again = self.run_again() if self.meet and self.cases is None and len(self.gradients) > 1 else None
+            self.sent = dict(self.gradients) if again is None else own_gradients(again[0], self.gradients)
+        return self.sent
+
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
         gradients = [torch.zeros_like(value) for value in self.fisher]
-        for leaf, gradient in self.gradients.items():
+        for leaf, gradient in self.own().items():
             for n, before in enumerate(gradients):
                 if self.inner:
                     gradients[n] = before + gradient * self.inner[leaf][n]
@@ -867,6 +879,7 @@ def watch_leaves(
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
         values=values,
         start=start,
+        meet=recorder.whole and meet([leaves[n] for n in hooked]),
     )
     of_outputs = fisher_places(recorder, places)
     axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), of_outputs)
@@ -935,10 +948,6 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     if not all(node in place for node in wanted):
         return numbers, False
     places = [place[node] for node in wanted]
-    losses = places_of_losses(recorder, leaves)
-    # A gradient that a returned loss sends into outputs does not tell which of these it comes to first.
-    if losses and before_others([leaves[n] for n in places]):
-        return losses, False
     penalties = [n for n in numbers if n not in places] if not recorder.program.losses else []
     return places + penalties, True
 
@@ -949,26 +958,44 @@ def fisher_places(recorder: Recorder, places: list[int]) -> list[int]:
     return places[: len(recorder.program.outputs)] if recorder.whole else places
 
 
-def apart_from_others(recorder: Recorder, outputs: Any) -> Any:
-    """The outputs, with an alias of each one that another watched one is computed from, as x of (x, x.T): into the
-    alias only the gradient comes that the user sends there, and not that of the other one, too."""
-    leaves, spec = results.tree_flatten(outputs)
-    watched = [leaves[n] for n in hooked_leaves(recorder, leaves)[0]]
-    aliases = {id(leaf): leaf.view_as(leaf) for leaf in before_others(watched)}
-    return results.tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], spec) if aliases else outputs
+def own_gradients(leaves: Sequence[Any], arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The gradients that the user sends into outputs that may be computed from one another, by leaf. The gradient of
+    x.T arrives at x, too.
+
+    With all that arrived at x, g_x, and the derivative J of a later output y by x, the user sent g_x - Jᵀ g_y.
+
+    leaves: what forward returns, as functions of the parameters. arrived: by leaf.
+    """
+    own = dict(arrived)
+    learned = [n for n in arrived if leaves[n].requires_grad]
+    before = {n: [m for m in learned if m != n and is_behind(leaves[n], leaves[m])] for n in learned}
+    for n in sorted(learned, key=lambda n: -len(before[n])):  # the last one has all that is before an earlier one
+        others = [leaves[m] for m in before[n]]
+        sent = own[n].to(leaves[n]).view_as(leaves[n])
+        pulled = torch.autograd.grad(leaves[n], others, sent, retain_graph=True) if others else ()
+        for m, gradient in zip(before[n], pulled, strict=True):
+            rest = own[m] - gradient.view_as(own[m])
+            own[m] = torch.where(rest.abs() <= rounding_of_gradient(arrived[m]), 0, rest)
+    return own
 
 
-def before_others(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs that others of them are computed from."""
-    learned = list({id(output): output for output in outputs if output.requires_grad}.values())
-    waiting = [output.grad_fn for output in learned if output.grad_fn is not None] if len(learned) > 1 else []
-    seen: set[Any] = set()
-    while waiting:
-        inside = {node for node, _ in waiting.pop().next_functions if node is not None}
-        waiting += inside - seen
-        seen |= inside
-    variables = [node.variable for node in seen if hasattr(node, "variable")]  # parameters and inputs
-    return [output for output in learned if output.grad_fn in seen or any(output is variable for variable in variables)]
+def rounding_of_gradient(gradient: Tensor) -> Tensor:
+    return ROUNDINGS * torch.finfo(gradient.dtype).eps * gradient.abs()
+
+
+def is_behind(result: Tensor, output: Tensor) -> bool:
+    """Whether a result is computed from an output, which may be a parameter."""
+    if output.grad_fn is not None:
+        return result.grad_fn is not None and comes_from(result.grad_fn, [output.grad_fn])
+    return result.grad_fn is not None and is_read(result.grad_fn, output)
+
+
+def meet(outputs: Sequence[Tensor]) -> bool:
+    """Whether some of the outputs are computed from others of them."""
+    learned = [output for output in outputs if output.requires_grad]
+    return len(learned) > 1 and any(
+        result is not output and is_behind(result, output) for result in learned for output in learned
+    )
 
 
 def losses_apart(recorder: Recorder, leaves: Sequence[Any], places: Sequence[int]) -> list[int]:
@@ -987,17 +1014,25 @@ def places_of_losses(recorder: Recorder, leaves: Sequence[Any]) -> list[int]:
 
 
 def comes_from(result: Any, nodes: Sequence[Any]) -> bool:
-    """Whether one of these nodes of autograd's graph is before a node `result`. They are looked for from the result on,
-    because the outputs of a model are a few nodes before its loss."""
+    """Whether one of these nodes of autograd's graph is before a node `result`."""
+    return any(before in nodes for before in nodes_before(result))
+
+
+def is_read(result: Any, parameter: Tensor) -> bool:
+    """Whether a tensor without a history is before a node of autograd's graph."""
+    return any(getattr(before, "variable", None) is parameter for before in nodes_before(result))
+
+
+def nodes_before(result: Any) -> Iterator[Any]:
+    """The nodes of autograd's graph before a node, from the node on: the outputs of a model are a few nodes before its
+    loss."""
     seen, waiting = {result}, deque([result])
     while waiting:
         for before, _ in waiting.popleft().next_functions:
-            if before in nodes:
-                return True
             if before is not None and before not in seen:
+                yield before
                 seen.add(before)
                 waiting.append(before)
-    return False
 
 
 def enough(fisher: Sequence[Tensor]) -> tuple[int | None, float]:
@@ -1870,7 +1905,7 @@ def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
 
     through, around = [torch.zeros_like(value) for value in learned], dict[int, list[Tensor]]()
     others = sorted(read)
-    for leaf, arrived in watched.gradients.items():
+    for leaf, arrived in watched.own().items():
         if leaf in read:
             through = [a + b for a, b in zip(through, pulled(leaf, arrived, learned), strict=True)]
             continue

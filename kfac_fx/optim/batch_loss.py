@@ -46,8 +46,22 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least_one
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
-from kfac_fx.compiled.loss_scale import fisher_places, hooked_leaves, losses_apart, take_gradient
-from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full, uneven_numbers
+from kfac_fx.compiled.loss_scale import (
+    fisher_places,
+    hooked_leaves,
+    losses_apart,
+    meet,
+    own_gradients,
+    rounding_of_gradient,
+    take_gradient,
+)
+from kfac_fx.linalg.matrices import (
+    convolutions_are_full,
+    full_precision,
+    products_are_full,
+    uneven_numbers,
+    with_gradient,
+)
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
@@ -71,7 +85,6 @@ from kfac_fx.recording.equivalence import (
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
-ROUNDINGS = 16.0  # of a gradient, by which one that is solved for may differ
 # The autocast of the precision that is entered at present; None: none is.
 ENTERED: ContextVar[tuple[tuple[str, torch.dtype], ...] | None] = ContextVar("ENTERED", default=None)
 
@@ -142,6 +155,10 @@ class ObservedForward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights | None = None  # of the forward
     otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
+    between: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # see `derivatives_between`
+    meet: bool = False  # some of the Fisher's outputs are computed from others
+    start: RandomState | None = None  # before the forward
+    sent: dict[int, Tensor] | None = None  # see `own_gradients`, once they have been asked for
 
     @cached_property
     def inputs(self) -> Any:
@@ -152,12 +169,39 @@ class ObservedForward:
     def as_arrived(self) -> ObservedForward:
         """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
         the loss, as that of forward and a term of the outputs have."""
-        other = self.otherwise
+        other, own = self.otherwise, self.own_gradients()
         if other is None or not other.gradients:
-            return self
-        if not self.gradients:
+            return replace(self, gradients=own)
+        if not own:
             return other
-        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **self.gradients})
+        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **own})
+
+    def own_gradients(self) -> dict[int, Tensor]:
+        """The gradients that the user sends into each leaf. Into a part of a loss that is returned, too, the loss sends
+        another one, which would count the part twice; so does x.T into x."""
+        if self.meet and len(self.gradients) > 1:
+            if self.sent is None:
+                self.sent = own_gradients(self.outputs_again(), self.gradients)
+            return self.sent
+        own = dict(self.gradients)
+        for later in sorted(self.between, key=lambda leaf: -len(self.between[leaf])):  # has all that an earlier one has
+            for earlier, derivative in self.between[later].items():
+                if later in own and earlier in own:
+                    arrived = self.gradients[earlier]
+                    rest = own[earlier] - own[later] * derivative.view_as(arrived)
+                    own[earlier] = torch.where(rest.abs() <= rounding_of_gradient(arrived), 0, rest)
+        return own
+
+    def outputs_again(self) -> list[Any]:
+        """The leaves that forward returns, as functions of the parameters."""
+        live = {name: with_gradient(value.detach()) for name, value in self.recorder.live_parameters().items()}
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.precision.entered())
+            if self.start is not None:
+                stack.enter_context(same_random(self.start.devices))
+                self.start.restore()
+            return results.tree_leaves(self.recorder.outputs(live, self.inputs)[0])
 
     @staticmethod
     def of(
@@ -166,8 +210,12 @@ class ObservedForward:
         kwargs: dict[str, Any],
         outputs: Any,
         precision: CheckPrecision = OWN_PRECISION,
+        start: RandomState | None = None,
     ) -> ObservedForward:
-        """Observe the gradients that the backward sends into `outputs`, what the model returned."""
+        """Observe the gradients that the backward sends into `outputs`, what the model returned.
+
+        start: the random streams before the forward.
+        """
         returned, spec = results.tree_flatten(outputs)
         leaves, at_outputs = hooked_leaves(recorder, returned)
         kept = [value.detach() if isinstance(value, Tensor) else value for value in returned]
@@ -182,7 +230,10 @@ class ObservedForward:
                 take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
             return forward
 
+        between = derivatives_between(returned, leaves)
         forward = at(leaves, at_outputs)
+        forward.between, forward.start = between, start
+        forward.meet = at_outputs and recorder.whole and meet([returned[n] for n in leaves])
         if at_outputs and (losses := losses_apart(recorder, returned, leaves)):
             forward.otherwise = at(losses, False)
         return forward
@@ -195,12 +246,24 @@ class ObservedForward:
         """gradient: None behind the node of a DistributedDataParallel, if the loss leaves this output out."""
         if gradient is None:
             return
-        taken = gradient.detach().clone()
+        taken, self.sent = gradient.detach().clone(), None
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 
 
-def rounding_of(gradient: Tensor) -> Tensor:
-    return ROUNDINGS * torch.finfo(gradient.dtype).eps * gradient.abs()
+def derivatives_between(returned: Sequence[Any], leaves: Sequence[int]) -> dict[int, dict[int, Tensor]]:
+    """The derivatives of returned numbers by those that they are computed from: of a loss by its parts. {leaf: {earlier
+    leaf: derivative}}."""
+    numbers = [leaf for leaf in dict.fromkeys(leaves) if returned[leaf].numel() == 1 and returned[leaf].requires_grad]
+    found: dict[int, dict[int, Tensor]] = {}
+    for leaf in numbers if len(numbers) > 1 else ():
+        others = [other for other in numbers if other != leaf]
+        derivatives = torch.autograd.grad(
+            returned[leaf].sum(), [returned[other] for other in others], retain_graph=True, allow_unused=True
+        )
+        pairs = zip(others, derivatives, strict=True)
+        if of_leaf := {other: derivative for other, derivative in pairs if derivative is not None}:
+            found[leaf] = of_leaf
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -668,7 +731,7 @@ class SolvedGradients:
                 known[place] = ((m - d * u).abs() <= rounding**0.5 * d).all()
         sent = [solved.get(place, torch.zeros_like(inputs[place])) for place in tied]
         again = pull(sent) if zs else [torch.zeros_like(leaf) for leaf in leaves]
-        explained = [(there - g).abs() <= rounding_of(g) for there, g in zip(again, gradients, strict=True)]
+        explained = [(there - g).abs() <= rounding_of_gradient(g) for there, g in zip(again, gradients, strict=True)]
         return SolvedGradients(solved, known, explained)
 
 

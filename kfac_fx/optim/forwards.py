@@ -40,14 +40,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
-from kfac_fx.compiled.loss_scale import (
-    LossScaleWarning,
-    Watched,
-    apart_from_others,
-    check_scale,
-    watch,
-    watch_unnamed,
-)
+from kfac_fx.compiled.loss_scale import LossScaleWarning, Watched, check_scale, watch, watch_unnamed
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_kind, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
@@ -642,26 +635,25 @@ class Forwards:
             return self.generator
         return replicas.stream(self.generator, schedule.burned_in, schedule.counter, self.seen.forwards)
 
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
-        gradients that the user's backward sends into them. Returns the outputs that the user gets."""
+        gradients that the user's backward sends into them."""
         if self.unnamed:
             self.unnamed = False
             warn_user(UserWarning(WITHOUT_LOSS.format(place_of_tensor(outputs))))
         batch, self.batch = self.batch, None
         if self.paused or batch is None:
-            return outputs
+            return
         if batch.recorded is not None:
             rounding = self.net.rounding(args, kwargs)
             self.estimator.outputs.add(differ(batch.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
             batch.recorded = None
         batch.backward.wait_at(outputs)
         if (recorder := batch.recorder) is None:
-            return outputs
-        outputs = apart_from_others(recorder, outputs)
+            return
         if self.schedule.checking:
             precision = CheckPrecision.of_call(recorder, args, kwargs)
-            batch.observed = ObservedForward.of(recorder, args, kwargs, outputs, precision)
+            batch.observed = ObservedForward.of(recorder, args, kwargs, outputs, precision, batch.start)
         if not self.checked and batch.start is not None:
             leaves = results.tree_leaves((args, kwargs))
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
@@ -670,7 +662,6 @@ class Forwards:
                     batch.watched = watch(recorder, args, kwargs, outputs, batch.start)
                 else:
                     batch.watched = watch_unnamed(recorder, outputs)
-        return outputs
 
     def gradients_zeroed(self) -> None:
         if not self.paused:

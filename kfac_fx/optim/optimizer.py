@@ -479,15 +479,14 @@ class KFAC(Optimizer, Joinable):
         """Called by the net in training mode: a step without a gradient is then a mistake."""
         self._forwards.called = True
 
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Called by the net: until the first step, watch the gradients that the backward sends into the outputs.
-        Returns those that the user gets.
 
         Raises ValueError for outputs that are divided among processes.
         """
         if any(map(is_sharded, results.tree_leaves(outputs))):
             raise ValueError(f"the model returns DTensors. {WHOLE_OUTPUTS} Loss parallelism is not supported.")
-        return self._forwards.on_outputs(args, kwargs, outputs)
+        self._forwards.on_outputs(args, kwargs, outputs)
 
     # --- processes without batches ------------------------------------------------------------------------------------
 

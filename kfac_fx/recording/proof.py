@@ -403,10 +403,11 @@ def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...])
     if not prover.losses.declared.of_outputs:
         return frozenset()
     fixed = tuple(value.detach() for value in fisher)
-    if any(
-        loss.inputs.requires_grad for _, loss in prover.losses.on(prover.losses.rebuilt(output, fisher, fixed), fixed)
-    ):
-        raise LossError(READS_PENALTY)
+    returned = [leaf for leaf in results.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if any(all(leaf is not value for value in fisher) for leaf in returned):
+        read = prover.losses.on(prover.losses.rebuilt(output, fisher, fixed), fixed)
+        if any(loss.inputs.requires_grad for _, loss in read):
+            raise LossError(READS_PENALTY)
     leaves = [with_gradient(value) for value in fixed]
     pairs = prover.losses.on(prover.losses.rebuilt(output, fisher, leaves), tuple(leaves))
     inputs = [loss.inputs.sum() for _, loss in pairs if loss.inputs.requires_grad]

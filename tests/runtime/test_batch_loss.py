@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products
-from kfac_fx.compiled.loss_scale import apart_from_others
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.passes.tracing.effects import RandomState
@@ -77,7 +76,7 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
     """After a forward and a backward of every call."""
     forwards = []
     for args, loss in calls:
-        outputs = apart_from_others(net.recorder(args, {}), net(*args))
+        outputs = net(*args)
         forwards.append(ObservedForward.of(net.recorder(args, {}), args, {}, outputs))
         (loss_scale * loss(outputs)).backward()
     arrived = [forward.as_arrived for forward in forwards]
