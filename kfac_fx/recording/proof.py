@@ -403,8 +403,12 @@ def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...])
     if not prover.losses.declared.of_outputs:
         return frozenset()
     fixed = tuple(value.detach() for value in fisher)
-    returned = [leaf for leaf in results.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if any(all(leaf is not value for value in fisher) for leaf in returned):
+    learned_numbers = [
+        leaf
+        for leaf in results.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.dim()
+    ]
+    if any(all(number is not value for value in fisher) for number in learned_numbers):
         read = prover.losses.on(prover.losses.rebuilt(output, fisher, fixed), fixed)
         if any(loss.inputs.requires_grad for _, loss in read):
             raise LossError(READS_PENALTY)
