@@ -972,8 +972,10 @@ def own_gradients(leaves: Sequence[Any], arrived: Mapping[int, Tensor]) -> dict[
     for n in sorted(learned, key=lambda n: -len(before[n])):  # the last one has all that is before an earlier one
         others = [leaves[m] for m in before[n]]
         sent = own[n].to(leaves[n]).view_as(leaves[n])
-        pulled = torch.autograd.grad(leaves[n], others, sent, retain_graph=True) if others else ()
+        pulled = torch.autograd.grad(leaves[n], others, sent, retain_graph=True, allow_unused=True) if others else ()
         for m, gradient in zip(before[n], pulled, strict=True):
+            if gradient is None:  # a piece of the same tensor is before it
+                continue
             rest = own[m] - gradient.view_as(own[m])
             own[m] = torch.where(rest.abs() <= rounding_of_gradient(arrived[m]), 0, rest)
     return own
@@ -985,16 +987,23 @@ def rounding_of_gradient(gradient: Tensor) -> Tensor:
 
 def is_behind(result: Tensor, output: Tensor) -> bool:
     """Whether a result is computed from an output, which may be a parameter."""
+    if result.grad_fn is None:
+        return False
     if output.grad_fn is not None:
-        return result.grad_fn is not None and comes_from(result.grad_fn, [output.grad_fn])
-    return result.grad_fn is not None and is_read(result.grad_fn, output)
+        return comes_from(result.grad_fn, [output.grad_fn])
+    return any(getattr(before, "variable", None) is output for before in nodes_before([result.grad_fn]))
 
 
 def meet(outputs: Sequence[Tensor]) -> bool:
     """Whether some of the outputs are computed from others of them."""
     learned = [output for output in outputs if output.requires_grad]
-    return len(learned) > 1 and any(
-        result is not output and is_behind(result, output) for result in learned for output in learned
+    if len(learned) < 2:
+        return False
+    nodes = {output.grad_fn for output in learned} - {None}
+    parameters = [output for output in learned if output.grad_fn is None]
+    return any(
+        before in nodes or any(getattr(before, "variable", None) is parameter for parameter in parameters)
+        for before in nodes_before(nodes)
     )
 
 
@@ -1015,18 +1024,14 @@ def places_of_losses(recorder: Recorder, leaves: Sequence[Any]) -> list[int]:
 
 def comes_from(result: Any, nodes: Sequence[Any]) -> bool:
     """Whether one of these nodes of autograd's graph is before a node `result`."""
-    return any(before in nodes for before in nodes_before(result))
+    return any(before in nodes for before in nodes_before([result]))
 
 
-def is_read(result: Any, parameter: Tensor) -> bool:
-    """Whether a tensor without a history is before a node of autograd's graph."""
-    return any(getattr(before, "variable", None) is parameter for before in nodes_before(result))
-
-
-def nodes_before(result: Any) -> Iterator[Any]:
-    """The nodes of autograd's graph before a node, from the node on: the outputs of a model are a few nodes before its
-    loss."""
-    seen, waiting = {result}, deque([result])
+def nodes_before(results: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph before others, from these on: the outputs of a model are a few nodes before its
+    loss. One of the others is among them if it is before another one."""
+    waiting = deque(results)
+    seen: set[Any] = set()
     while waiting:
         for before, _ in waiting.popleft().next_functions:
             if before is not None and before not in seen:

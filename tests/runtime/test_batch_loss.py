@@ -290,7 +290,8 @@ class WithOthers(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         z = self.inner(x)
-        return z, z.square() - 1, (z + z.square()).sin(), self.inner[0].weight, z
+        first, second = z.chunk(2, 1)
+        return z, z.square() - 1, (z + z.square()).sin(), self.inner[0].weight, z, first, second, second.cos()
 
 
 class Penalized(nn.Module):
@@ -318,6 +319,14 @@ OF_ONE_ANOTHER: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any
         lambda o: (
             F.cross_entropy(o[0], CLASSES) + (o[1] - VALUES).square().sum(1).mean()
             + 0.5 * F.binary_cross_entropy_with_logits(o[2], VALUES, reduction="sum") / CASES
+        ),
+    ),
+    "pieces of one tensor": (
+        WithOthers,
+        (X,),
+        lambda o: [losses.Categorical(o[5]), losses.Normal(o[6]), losses.Normal(o[7])],
+        lambda o: (
+            F.cross_entropy(o[5], CLASSES % 2) + o[6].square().sum(1).mean() + (o[7] - 2).square().sum(1).mean()
         ),
     ),
     "a penalty of all parameters": (
