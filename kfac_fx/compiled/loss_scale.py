@@ -617,7 +617,7 @@ class Watched:
     part: float  # of the batch that is kept
     scaled: bool  # ran under an autocast to float16, for which people scale the loss
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
-    sent: dict[int, Tensor] | None = None  # see `own`, once they have been asked for
+    direct: dict[int, Tensor] | None = None  # see `direct_gradients`, once they have been asked for
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     losses_at: Sequence[int] = ()  # of the losses that forward computes among the outputs
@@ -646,7 +646,7 @@ class Watched:
         gradients = dict(zip(self.places, other.arrived(), strict=True))
         for place, gradient in self.gradients.items():
             gradients[place] = gradients[place] + gradient
-        return replace(self, gradients=gradients, sent=None, roots=self.roots | other.roots)
+        return replace(self, gradients=gradients, direct=None, roots=self.roots | other.roots)
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
@@ -655,7 +655,7 @@ class Watched:
         now = backward_here()
         self.roots |= {(now, id(root)): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
-        self.sent = None
+        self.direct = None
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
     def take_number(self, leaf: int, gradient: Tensor | None) -> None:
@@ -694,18 +694,18 @@ class Watched:
         gradients = [self.gradients[leaf] for leaf in self.losses_at if leaf in self.gradients]
         return float(gradients[0]) if len(gradients) == len(self.losses_at) == 1 and gradients[0].numel() == 1 else None
 
-    def own(self) -> dict[int, Tensor]:
+    def direct_gradients(self) -> dict[int, Tensor]:
         """By leaf the gradient that the user sent there: a loss and its parts are both returned, and the gradient of
         the loss arrives at the parts, too."""
-        if self.sent is None:
+        if self.direct is None:
             again = self.run_again() if self.meet and self.cases is None and len(self.gradients) > 1 else None
-            self.sent = dict(self.gradients) if again is None else own_gradients(again[0], self.gradients)
-        return self.sent
+            self.direct = dict(self.gradients) if again is None else direct_gradients(again[0], self.gradients)
+        return self.direct
 
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
         gradients = [torch.zeros_like(value) for value in self.fisher]
-        for leaf, gradient in self.own().items():
+        for leaf, gradient in self.direct_gradients().items():
             for n, before in enumerate(gradients):
                 if self.inner:
                     gradients[n] = before + gradient * self.inner[leaf][n]
@@ -958,7 +958,7 @@ def fisher_places(recorder: Recorder, places: list[int]) -> list[int]:
     return places[: len(recorder.program.outputs)] if recorder.whole else places
 
 
-def own_gradients(leaves: Sequence[Any], arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def direct_gradients(leaves: Sequence[Any], arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """The gradients that the user sends into outputs that may be computed from one another, by leaf. The gradient of
     x.T arrives at x, too.
 
@@ -966,19 +966,19 @@ def own_gradients(leaves: Sequence[Any], arrived: Mapping[int, Tensor]) -> dict[
 
     leaves: what forward returns, as functions of the parameters. arrived: by leaf.
     """
-    own = dict(arrived)
+    direct = dict(arrived)
     learned = [n for n in arrived if leaves[n].requires_grad]
     before = {n: [m for m in learned if m != n and is_behind(leaves[n], leaves[m])] for n in learned}
     for n in sorted(learned, key=lambda n: -len(before[n])):  # the last one has all that is before an earlier one
         others = [leaves[m] for m in before[n]]
-        sent = own[n].to(leaves[n]).view_as(leaves[n])
-        pulled = torch.autograd.grad(leaves[n], others, sent, retain_graph=True, allow_unused=True) if others else ()
+        vector = direct[n].to(leaves[n]).view_as(leaves[n])
+        pulled = torch.autograd.grad(leaves[n], others, vector, retain_graph=True, allow_unused=True) if others else ()
         for m, gradient in zip(before[n], pulled, strict=True):
             if gradient is None:  # a piece of the same tensor is before it
                 continue
-            rest = own[m] - gradient.view_as(own[m])
-            own[m] = torch.where(rest.abs() <= rounding_of_gradient(arrived[m]), 0, rest)
-    return own
+            rest = direct[m] - gradient.view_as(direct[m])
+            direct[m] = torch.where(rest.abs() <= rounding_of_gradient(arrived[m]), 0, rest)
+    return direct
 
 
 def rounding_of_gradient(gradient: Tensor) -> Tensor:
@@ -1910,7 +1910,7 @@ def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
 
     through, around = [torch.zeros_like(value) for value in learned], dict[int, list[Tensor]]()
     others = sorted(read)
-    for leaf, arrived in watched.own().items():
+    for leaf, arrived in watched.direct_gradients().items():
         if leaf in read:
             through = [a + b for a, b in zip(through, pulled(leaf, arrived, learned), strict=True)]
             continue

@@ -47,11 +47,11 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least_one
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
 from kfac_fx.compiled.loss_scale import (
+    direct_gradients,
     fisher_places,
     hooked_leaves,
     losses_apart,
     meet,
-    own_gradients,
     rounding_of_gradient,
     take_gradient,
 )
@@ -158,7 +158,7 @@ class ObservedForward:
     between: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # see `derivatives_between`
     meet: bool = False  # some of the Fisher's outputs are computed from others
     start: RandomState | None = None  # before the forward
-    sent: dict[int, Tensor] | None = None  # see `own_gradients`, once they have been asked for
+    direct: dict[int, Tensor] | None = None  # see `direct_gradients`, once they have been asked for
 
     @cached_property
     def inputs(self) -> Any:
@@ -169,28 +169,28 @@ class ObservedForward:
     def as_arrived(self) -> ObservedForward:
         """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
         the loss, as that of forward and a term of the outputs have."""
-        other, own = self.otherwise, self.own_gradients()
+        other, direct = self.otherwise, self.direct_gradients()
         if other is None or not other.gradients:
-            return replace(self, gradients=own)
-        if not own:
+            return replace(self, gradients=direct)
+        if not direct:
             return other
-        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **own})
+        return replace(other, leaves=[*other.leaves, *self.leaves], gradients={**other.gradients, **direct})
 
-    def own_gradients(self) -> dict[int, Tensor]:
+    def direct_gradients(self) -> dict[int, Tensor]:
         """The gradients that the user sends into each leaf. Into a part of a loss that is returned, too, the loss sends
         another one, which would count the part twice; so does x.T into x."""
         if self.meet and len(self.gradients) > 1:
-            if self.sent is None:
-                self.sent = own_gradients(self.outputs_again(), self.gradients)
-            return self.sent
-        own = dict(self.gradients)
+            if self.direct is None:
+                self.direct = direct_gradients(self.outputs_again(), self.gradients)
+            return self.direct
+        direct = dict(self.gradients)
         for later in sorted(self.between, key=lambda leaf: -len(self.between[leaf])):  # has all that an earlier one has
             for earlier, derivative in self.between[later].items():
-                if later in own and earlier in own:
+                if later in direct and earlier in direct:
                     arrived = self.gradients[earlier]
-                    rest = own[earlier] - own[later] * derivative.view_as(arrived)
-                    own[earlier] = torch.where(rest.abs() <= rounding_of_gradient(arrived), 0, rest)
-        return own
+                    rest = direct[earlier] - direct[later] * derivative.view_as(arrived)
+                    direct[earlier] = torch.where(rest.abs() <= rounding_of_gradient(arrived), 0, rest)
+        return direct
 
     def outputs_again(self) -> list[Any]:
         """The leaves that forward returns, as functions of the parameters."""
@@ -246,7 +246,7 @@ class ObservedForward:
         """gradient: None behind the node of a DistributedDataParallel, if the loss leaves this output out."""
         if gradient is None:
             return
-        taken, self.sent = gradient.detach().clone(), None
+        taken, self.direct = gradient.detach().clone(), None
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 
 
