@@ -397,12 +397,13 @@ def untrained_are_learned(watched: Watched, reached: Reached) -> bool:
     """Whether the elements of a loss's inputs without a gradient depend on parameters that learn; those of a trajectory
     at its first time, which is an input, do not. One forward and one backward; True where these cannot tell."""
     untrained = reached.gradient == 0
-    may_tell = watched.places and watched.cases is None and bool(untrained.any())
+    may_tell = watched.recorder.whole and watched.cases is None and bool(untrained.any())
     again = watched.run_again() if may_tell else None
     if again is None:
         return True
-    leaves, learned = again
-    loss = watched.on([leaves[place] for place in watched.places])[reached.number][1]
+    leaves, fisher, learned = again
+    values = [leaves[place] for place in watched.places] or fisher
+    loss = watched.on(values)[reached.number][1]
     if not loss.inputs.requires_grad or loss.inputs.shape != reached.gradient.shape:
         return True
     sent = torch.where(untrained, uneven_numbers([loss.inputs])[0], 0)
@@ -741,21 +742,22 @@ class Watched:
         means = losses.averaged(pairs)
         return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
-    def run_again(self) -> tuple[list[Any], dict[str, Tensor]] | None:
-        """The leaves that forward returns, as functions of the parameters that learn, and these by name; None if the
-        user's own forward leaves no memory for it, or if it was not begun here."""
+    def run_again(self) -> tuple[list[Any], list[Tensor], dict[str, Tensor]] | None:
+        """The leaves that forward returns and the Fisher's outputs, as functions of the parameters that learn, and
+        these by name; None if the user's own forward leaves no memory for it, or if it was not begun here."""
         live = {name: with_gradient(value.detach()) for name, value in self.recorder.live_parameters().items()}
         if self.start is None:
             return None
         try:
             with same_random(self.start.devices):
                 self.start.restore()
-                leaves = results.tree_leaves(self.recorder.outputs(live, self.values)[0])
+                outputs, fisher = self.recorder.outputs(live, self.values)
         except RuntimeError as error:
             if out_of_memory(error):
                 return None
             raise
-        return leaves, {name: value for name, value in live.items() if value.requires_grad}
+        learned = {name: value for name, value in live.items() if value.requires_grad}
+        return results.tree_leaves(outputs), list(fisher), learned
 
     def on(self, fisher: Sequence[Tensor]) -> WeightedLosses:
         """The losses on other values of the Fisher's outputs."""
@@ -1094,9 +1096,8 @@ def within(
     leaves, learned = results.tree_leaves(output), [value for value in fisher if value.requires_grad]
     inner = {}
     for n in hooked:
-        grads = iter(
-            torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
-        )
+        arrived = torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
+        grads = iter(direct_gradients(learned, dict(enumerate(arrived))).values() if meet(learned) else arrived)
         inner[n] = [next(grads) if value.requires_grad else torch.zeros_like(value) for value in fisher]
     trained = [n for n in hooked if any(leaves[n] is loss for loss in recorder.losses.returned(output))]
     around = part_around(recorder, [leaves[n] for n in trained], fisher, inner[trained[0]], live) if trained else None
@@ -1898,7 +1899,7 @@ def unread_outputs(watched: Watched, later: Sequence[Watched]) -> list[str]:
     again = watched.run_again()
     if again is None:
         return []
-    leaves, learned = again[0], list(again[1].values())
+    leaves, learned = again[0], list(again[2].values())
     nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
 
     def pulled(leaf: int, gradient: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -1941,7 +1942,7 @@ def outputs_apart(watched: Watched) -> list[str]:
     again = watched.run_again() if trained else None
     if again is None:
         return []
-    leaves, learned = again
+    leaves, _, learned = again
     by_output: dict[int, dict[str, Tensor]] = {}
     for n in (*trained, *(n for n in places_of_losses(recorder, leaves) if n in arrived)):
         gradients = torch.autograd.grad(

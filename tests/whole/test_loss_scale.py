@@ -905,6 +905,42 @@ def test_positions_that_no_parameter_moves_are_not_told_as_left_out(left_out: in
     assert len(told) == left_out
 
 
+class Fitted(Trajectory):
+    """Computes its loss, at the times that a mask keeps."""
+
+    def forward(self, y: Tensor, kept: Tensor) -> Tensor:
+        states = super().forward(y)
+        targets = torch.cat([y[:, None], torch.ones(8, 3, 4)], 1)
+        return F.mse_loss(states[kept], targets[kept])
+
+
+def test_positions_that_no_parameter_moves_are_not_told_in_a_loss_of_forward() -> None:
+    kept = torch.arange(4) < torch.tensor([4, 3, 2, 4, 3, 2, 4, 3])[:, None]
+    net = kfac_fx.compile(Fitted(), (VALUES, kept))
+    assert in_steps(net, lambda loss: loss, VALUES, kept) == []
+
+
+class Contrast(nn.Module):
+    """Computes the cross-entropies of its similarities both ways, with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(3, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.scale.exp() * F.normalize(self.first(x)) @ F.normalize(self.second(y)).T
+        pairs = torch.arange(len(z))
+        return (F.cross_entropy(z, pairs) + F.cross_entropy(z.T, pairs)) / 2
+
+
+def test_losses_of_a_matrix_and_its_transpose_in_forward_are_no_misfit() -> None:
+    """The gradient of the transposed matrix arrives at the matrix, too."""
+    torch.manual_seed(0)
+    assert in_steps(kfac_fx.compile(Contrast(), (X, VALUES)), lambda loss: loss, X, VALUES) == []
+    (text,) = in_steps(kfac_fx.compile(Contrast(), (X, VALUES)), lambda loss: 3 * loss, X, VALUES)
+    assert "the trained loss is 3 times" in text
+
+
 def test_cases_without_a_number_to_fit_are_told() -> None:
     targets = torch.where(PART.unsqueeze(-1), VALUES, torch.nan)
     known = ~targets.isnan()
