@@ -265,9 +265,15 @@ JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "fl
 
 
 def gradient_stop(program: Program) -> fx.Node | None:
-    """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
-    value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
-    return once(gradient_stop, program, lambda: next(filter(jumps, computed_from_parameters(program)), None))
+    """The first node behind the losses that follows the parameters in steps, or in a way that no gradient tells: a
+    rounded or detached value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is
+    none. A value that is returned to be logged is behind no loss."""
+
+    def first() -> fx.Node | None:
+        behind = everything_behind([*program.outputs, *program.returned_losses])
+        return next((node for node in computed_from_parameters(program) if node in behind and jumps(node)), None)
+
+    return once(gradient_stop, program, first)
 
 
 def constant_derivatives(program: Program) -> list[str]:

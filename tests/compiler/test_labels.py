@@ -243,6 +243,24 @@ def test_a_gradient_stops_where_values_jump_or_move_without_it(of: Callable[[Ten
     assert stop_of(of) is not None
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_value_that_is_returned_to_be_logged_stops_no_gradient(alone: bool) -> None:
+    """Checks took products with the Jacobian because of it, which costs four forwards instead of one."""
+
+    class Logged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            z = self.layer(x)
+            loss = F.mse_loss(z, x)
+            return (loss, loss.detach(), z.argmax(-1)) if alone else (loss + z.detach().round().mean(), z.detach())
+
+    stop = gradient_stop(kfac_fx.compile(Logged(), (torch.randn(6, 4),)).program)
+    assert (stop is None) == alone
+
+
 @pytest.mark.parametrize("of", SMOOTH.values(), ids=SMOOTH)
 def test_no_gradient_stops_in_what_is_continuous_in_the_parameters(of: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert stop_of(of) is None
