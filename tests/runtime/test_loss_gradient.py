@@ -46,7 +46,7 @@ def watched_of(loss: Callable[[Tensor], Any], outputs: Tensor, cases: int | None
     """A forward that returned its only Fisher output, under a registered loss."""
     spec = loss_from(loss)
     losses = SimpleNamespace(on=lambda tree, _, targets, kept: spec(tree, targets), averaged=list)
-    recorder = SimpleNamespace(loss=spec, losses=losses)
+    recorder = SimpleNamespace(loss=spec, losses=losses, whole=False)
     structure = results.tree_flatten(outputs)[1]
     return Watched(
         cast(Any, recorder), [outputs], structure, [0], [first(outputs, cases)], None, {}, cases, part, False
