@@ -137,9 +137,9 @@ def test_a_batch_in_which_every_target_is_ignored_is_told_once() -> None:
 
 
 def test_a_few_batches_without_a_gradient_are_no_standstill() -> None:
-    """A loss of triplets is zero where all are far enough apart."""
+    """A loss of triplets is zero where all are far enough apart. The look of step 100 sees it."""
     net, opt, x, y = made()
-    assert told(opt, lambda: [step(net, opt, x, y, scale=float(number != 60)) for number in range(65)]) == []
+    assert told(opt, lambda: [step(net, opt, x, y, scale=float(number != 60)) for number in range(110)]) == []
     assert opt.skipped == 1
 
 
